@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,20 +12,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from vlmrl.cluster.data import keep_media
 from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.engines import RemoteEngines
+from vlmrl.cluster.learners import (
+    Learners,
+    Trained,
+    packing_plan,
+    remote_critic,
+    remote_reference,
+    remote_reward_models,
+)
 from vlmrl.cluster.machine_watch import Watch
 from vlmrl.cluster.models import (
-    PackingPlan,
     PassMetrics,
     PolicyWithoutAdapter,
     Ranks,
     RemoteCritic,
     RemotePolicy,
     RemoteReference,
+    RemoteTeacher,
     StepPlan,
 )
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.prompts import RemotePrompts
-from vlmrl.cluster.rewards import RemoteRewarder, RemoteRewardModel, RewardSources
+from vlmrl.cluster.rewards import RemoteRewarder, RewardSources
 from vlmrl.cluster.role_settings import (
     critic_settings,
     engine_builder,
@@ -36,15 +43,14 @@ from vlmrl.cluster.role_settings import (
     reward_model_settings,
     rewarder_settings,
     source_settings,
+    teacher_settings,
 )
 from vlmrl.cluster.session import Session
 from vlmrl.cluster.sync_plan import plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.bench_verbs import RolloutBench
-from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.stages import DpoConfig
-from vlmrl.config.train import Loop
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.learning.settings import PolicyAndCriticSettings, PolicySettings
@@ -55,12 +61,10 @@ from vlmrl.rollout.capacity import format_limits
 
 if TYPE_CHECKING:
     from vlmrl.cluster.engines import ColocatedGroups
-    from vlmrl.learning.critic import Critic
     from vlmrl.learning.policy import Policy
-    from vlmrl.learning.policy_and_critic import PolicyAndCritic
     from vlmrl.learning.reference import Reference
     from vlmrl.learning.reward_model import RewardModel
-    from vlmrl.learning.reward_trainer import RewardTrainer
+    from vlmrl.learning.teacher import Teacher
     from vlmrl.rollout.engine import RolloutEngine
 
 _Role = TypeVar("_Role")
@@ -79,14 +83,6 @@ class Progress(Protocol):
         """Show how many of a step's prompts have responses."""
 
 
-class Learners(NamedTuple):
-    """The models over ranks, except reward models."""
-
-    policy: RemotePolicy
-    reference: RemoteReference | PolicyWithoutAdapter | None
-    critic: RemoteCritic | None
-
-
 class Roles(NamedTuple):
     """All roles of a reinforcement learning step."""
 
@@ -96,15 +92,7 @@ class Roles(NamedTuple):
     reference: RemoteReference | PolicyWithoutAdapter | None
     critic: RemoteCritic | None
     reward_sources: RewardSources
-
-
-class _Trained(NamedTuple):
-    """Ranks of the trained models."""
-
-    policy: WorkerGroup[Policy]
-    critic: WorkerGroup[Critic | PolicyAndCritic] | None
-    pair: WorkerGroup[PolicyAndCritic] | None
-    """The ranks of both, if they share processes."""
+    teacher: RemoteTeacher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +251,7 @@ class RoleBuilder:
                 remote_reward_models(config, ranks, models),
                 say=report.say,
             ),
+            learners.teacher,
         )
 
     def learners(
@@ -275,12 +264,15 @@ class RoleBuilder:
         num_rows: int,
         say: Callable[[str], None],
     ) -> Learners:
-        """Start the policy; the critic if the estimator has one; the reference if the loss reads one."""
-        trained: _Trained
+        """Start the policy; the critic if the estimator has one; the reference if the loss reads one; the teacher if
+        there is one."""
+        trained: Trained
         reference: WorkerGroup[Reference] | None
-        trained, reference = run_parallel(
+        teacher: WorkerGroup[Teacher] | None
+        trained, reference, teacher = run_parallel(
             lambda: self._trained(config, adapter=adapter, critic_adapter=critic_adapter, num_rows=num_rows),
             lambda: self._reference(config),
+            lambda: self._teacher(config),
         )
         loop = config.train
         rl = config if isinstance(config, RlConfig) else None
@@ -293,6 +285,7 @@ class RoleBuilder:
             policy,
             remote_reference(config, policy, reference, say) if has_reference else None,
             remote_critic(trained, ranks, steps, say),
+            None if teacher is None else RemoteTeacher(ranks.over(teacher)),
         )
 
     def _trained(
@@ -302,21 +295,21 @@ class RoleBuilder:
         adapter: AdapterPlan | None,
         critic_adapter: AdapterPlan | None,
         num_rows: int,
-    ) -> _Trained:
+    ) -> Trained:
         timeout_s = config.train.timeout_s
         policy = policy_settings(config, adapter, num_rows)
         if not isinstance(config, RlConfig) or not config.has_critic:
-            return _Trained(self.policy(policy), None, None)
+            return Trained(self.policy(policy), None, None)
         critic = critic_settings(config, critic_adapter, num_rows)
         if config.critic_is_with_actor:
             both = PolicyAndCriticSettings(policy=policy, critic=critic)
             pair = self.group("actor", both.build, timeout_s=timeout_s, distributed=True)
-            return _Trained(pair, pair, pair)
+            return Trained(pair, pair, pair)
         policy_group, critic_group = run_parallel(
             lambda: self.policy(policy),
             lambda: self.group("critic", critic.build, timeout_s=timeout_s, distributed=True),
         )
-        return _Trained(policy_group, critic_group, None)
+        return Trained(policy_group, critic_group, None)
 
     def policy(self, settings: PolicySettings) -> WorkerGroup[Policy]:
         """Return the ranks of a policy that does not share them with the critic."""
@@ -330,63 +323,16 @@ class RoleBuilder:
         build = reference_settings(config).build
         return self.group("ref", build, timeout_s=config.train.timeout_s, distributed=True)
 
+    def _teacher(self, config: TrainingConfig) -> WorkerGroup[Teacher] | None:
+        """Return the ranks of the teacher; None without one."""
+        settings = teacher_settings(config) if isinstance(config, RlConfig) else None
+        if settings is None:
+            return None
+        return self.group("teacher", settings.build, timeout_s=config.train.timeout_s, distributed=True)
+
     def _reward_models(self, config: RlConfig) -> dict[str, WorkerGroup[RewardModel]]:
         """Role -> ranks of its reward model."""
         settings = reward_model_settings(config)
         start = partial(self.group, timeout_s=config.train.timeout_s, distributed=True)
         groups = run_parallel(*(partial(start, role, of_role.build) for role, of_role in settings.items()))
         return dict(zip(settings, groups, strict=True))
-
-
-def remote_critic(
-    trained: _Trained, ranks: Ranks[Policy], steps: StepPlan, say: Callable[[str], None]
-) -> RemoteCritic | None:
-    """Return the critic over its own ranks or the policy's; None without one."""
-    if trained.critic is None:
-        return None
-    if trained.pair is not None and trained.pair.call(lambda pair: pair.shares_features())[0]:
-        say("critic: in the actor's processes, with the actor's image features")
-    return RemoteCritic(ranks.over(trained.critic), steps)
-
-
-def remote_reference(
-    config: TrainingConfig, policy: RemotePolicy, group: WorkerGroup[Reference] | None, say: Callable[[str], None]
-) -> RemoteReference | PolicyWithoutAdapter:
-    """Return the reference over its own ranks; without any (None), the policy with its adapters off."""
-    if group is not None:
-        return RemoteReference(policy.ranks.over(group))
-    adapter = config.actor.adapter_name_or_path
-    base = f"{config.actor.model_name_or_path}{f' without {adapter}' if adapter else ''}"
-    say(f"reference: the policy with its adapters off, which is {base}")
-    return PolicyWithoutAdapter(policy)
-
-
-def remote_reward_models(
-    config: RlConfig, policy: Ranks[Policy], groups: dict[str, WorkerGroup[RewardModel]]
-) -> list[RemoteRewardModel]:
-    """Return the reward models, which get samples packed as the policy does."""
-    outcome, process = REWARD_MODELS
-    names = {outcome: "model", process: "process"}
-    weights = {outcome: config.reward.model_weight, process: config.reward.process_weight}
-    return [
-        RemoteRewardModel(names[role], policy.over(group), weights[role], is_process=role == process)
-        for role, group in groups.items()
-    ]
-
-
-def packing_plan(
-    policy: WorkerGroup[Policy | RewardTrainer], loop: Loop, processor: Processor, say: Callable[[str], None]
-) -> PackingPlan:
-    """Return the packing of samples, which depends on the policy's model: patch cost and recurrent layers."""
-    patch_cost, is_recurrent = policy.call(lambda policy: policy.traits())[0]
-    if processor.resize_factor is not None:
-        say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")
-    if is_recurrent and loop.layout != "padded":
-        say(f"train.layout padded instead of {loop.layout}: recurrent layers would mix the samples of a pack")
-    return PackingPlan(
-        layout="padded" if is_recurrent else loop.layout,
-        max_tokens=loop.max_tokens_per_gpu,
-        max_samples=loop.micro_batch_size,
-        image_cost=lambda image: patch_cost * math.prod(processor.grid(image.size)),
-        filler=processor.dummy_sample(),
-    )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vlmrl.learning.policy import Policy
     from vlmrl.learning.policy_and_critic import PolicyAndCritic
     from vlmrl.learning.reference import Reference
+    from vlmrl.learning.teacher import Teacher
 
 _Role = TypeVar("_Role")
 _Result = TypeVar("_Result")
@@ -284,6 +285,17 @@ class RemoteReference:
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         """Return one array of [T] per sample."""
         return self._ranks.forward(lambda reference, packs: reference.logprobs(packs), samples)
+
+
+class RemoteTeacher:
+    """The frozen teacher over its own ranks."""
+
+    def __init__(self, ranks: Ranks[Teacher]) -> None:
+        self._ranks = ranks
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Return one array of [T] per sample; NaN at tokens that the teacher does not have."""
+        return self._ranks.forward(lambda teacher, packs: teacher.logprobs(packs), samples)
 
 
 class PolicyWithoutAdapter:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlmrl.cluster.build import RoleBuilder, packing_plan
+from vlmrl.cluster.build import RoleBuilder
+from vlmrl.cluster.learners import packing_plan
 from vlmrl.cluster.models import PassMetrics, Ranks
 from vlmrl.cluster.role_settings import reward_trainer_settings
 from vlmrl.config.stages import RmConfig

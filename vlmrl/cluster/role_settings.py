@@ -25,6 +25,7 @@ from vlmrl.learning.settings import (
     ReferenceSettings,
     RewardModelSettings,
     RewardTrainerSettings,
+    TeacherSettings,
 )
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.run_folder import RunFolder
@@ -170,6 +171,25 @@ def reference_settings(config: RlConfig | DpoConfig) -> ReferenceSettings:
         vision=config.vision,
         temperature=1.0 if rollout is None else rollout.temperature,
         bans=rollout is not None and rollout.top_p == 1.0,
+    )
+
+
+def teacher_settings(config: RlConfig) -> TeacherSettings | None:
+    """Settings of the teacher; None without one."""
+    distill = config.algo.distill
+    if distill.teacher_model_name_or_path is None:
+        return None
+    return TeacherSettings(
+        path=distill.teacher_model_name_or_path,
+        flag="algo.distill.teacher_model_name_or_path",
+        actor=config.actor,
+        ds=config.ds,
+        loop=config.train,
+        columns=config.data,
+        vision=config.vision,
+        temperature=config.rollout.temperature,
+        bans=config.rollout.top_p == 1.0,
+        offload=distill.offload,
     )
 
 

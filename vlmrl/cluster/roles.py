@@ -11,6 +11,7 @@ from vlmrl.cluster.placement import Place, Role
 from vlmrl.cluster.session import Session
 from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
+from vlmrl.config.distill import Distill
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.stages import DpoConfig, SftConfig
@@ -28,6 +29,8 @@ def plan_arguments(config: TrainingConfig | EvalConfig, machines: Session) -> di
     if isinstance(config, RlConfig | DpoConfig) and config.has_reference:
         roles.append(_on_ranks("ref", config.ref))
     if isinstance(config, RlConfig):
+        if config.has_teacher:
+            roles.append(_on_ranks("teacher", config.algo.distill, section="algo.distill"))
         paths = (config.reward.model_name_or_path, config.reward.process_model_name_or_path)
         roles += [
             _on_ranks(name, config.reward, section="reward")
@@ -50,6 +53,7 @@ def _sharing_of_async(config: RlConfig) -> list[str]:
     helps = {
         "--train.colocate_actor_critic": config.has_critic and not train.colocate_actor_critic,
         "--train.colocate_actor_ref": config.has_reference and not train.colocate_actor_ref,
+        "--train.colocate_actor_teacher": config.has_teacher and not train.colocate_actor_teacher,
         "--train.colocate_critic_reward": config.has_critic
         and config.reward.has_model
         and not train.colocate_critic_reward,
@@ -57,7 +61,7 @@ def _sharing_of_async(config: RlConfig) -> list[str]:
     return [flag for flag, does_help in helps.items() if does_help]
 
 
-def _on_ranks(name: str, ranks: Model | Critic | Ref | Reward, *, section: str = "") -> Role:
+def _on_ranks(name: str, ranks: Model | Critic | Ref | Distill | Reward, *, section: str = "") -> Role:
     """Return a role with one worker per rank. `section` names its settings, if not as the role."""
     per_node = ranks.num_gpus_per_node
     flag = f"--{section or name}.num_gpus_per_node"
@@ -68,9 +72,9 @@ def num_nodes_required(config: TrainingConfig | EvalConfig) -> int:
     """Return the number of machines that the largest role requires."""
     if isinstance(config, EvalConfig):
         return 1
-    roles: list[Model | Critic | Ref | Reward] = [config.actor]
+    roles: list[Model | Critic | Ref | Distill | Reward] = [config.actor]
     if isinstance(config, RlConfig):
-        roles += [config.critic, config.ref, config.reward]
+        roles += [config.critic, config.ref, config.algo.distill, config.reward]
     if isinstance(config, DpoConfig):
         roles.append(config.ref)
     return max(role.num_nodes for role in roles)

@@ -35,6 +35,7 @@ _ADVICE = {
     "actor": _TRAINED,
     "critic": _TRAINED,
     "ref": _FORWARD_ONLY,
+    "teacher": _FORWARD_ONLY,
     "reward_model": _FORWARD_ONLY,
     "process_model": _FORWARD_ONLY,
 }

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
+from vlmrl.config.distill import Distill
 from vlmrl.config.pairs import PairData
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
@@ -30,6 +31,7 @@ from vlmrl.models.memory import (
     reference_memory,
     reward_model_memory,
     sequence_bytes,
+    teacher_memory,
     trainer_memory,
 )
 from vlmrl.models.sizes import Sizes, model_sizes, with_value_head
@@ -37,7 +39,7 @@ from vlmrl.plugins import Processor, processor_of
 from vlmrl.system.machine import free_memory
 
 GIB = 2**30
-_IMPORTS = dict.fromkeys(("actor", "critic", "ref", *REWARD_MODELS), 0.55 * GIB) | {"vllm": 1.3 * GIB}
+_IMPORTS = dict.fromkeys(("actor", "critic", "ref", "teacher", *REWARD_MODELS), 0.55 * GIB) | {"vllm": 1.3 * GIB}
 """Memory of a role after its imports, measured on Linux; an engine is two processes. On GPU machines it is main memory.
 """
 _KEPT_BY_MALLOC = 0.67
@@ -209,8 +211,14 @@ def _reference(config: RlConfig | DpoConfig, tokens: int, device: str) -> list[t
 
 
 def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[RoleMemory, int]]:
-    """Reference and reward models, each with its number of ranks."""
+    """Reference, teacher and reward models, each with its number of ranks."""
     roles = _reference(config, tokens, device)
+    distill = config.algo.distill
+    if distill.teacher_model_name_or_path is not None:
+        size, _ = _read(distill.teacher_model_name_or_path, config)
+        ranks, is_offloaded = _ranks(distill), distill.offload
+        role = teacher_memory(size, ds=config.ds, ranks=ranks, tokens=tokens, device=device, is_offloaded=is_offloaded)
+        roles.append((role, ranks))
     reward = config.reward
     paths = (reward.model_name_or_path, reward.process_model_name_or_path)
     for name, path in zip(REWARD_MODELS, paths, strict=True):
@@ -304,14 +312,14 @@ def _pools(config: TrainingConfig) -> list[set[str]]:
         if "actor" in pool and _is_with_actor(config):
             pool.add("critic")
     pooled = set().union(*pools)
-    return [*pools, *({name} for name in ("critic", "ref", "vllm") if name not in pooled)]
+    return [*pools, *({name} for name in ("critic", "ref", "teacher", "vllm") if name not in pooled)]
 
 
 def _is_with_actor(config: TrainingConfig) -> bool:
     return isinstance(config, RlConfig) and config.critic_is_with_actor
 
 
-def _ranks(role: Model | Critic | Ref | Reward) -> int:
+def _ranks(role: Model | Critic | Ref | Distill | Reward) -> int:
     return role.num_nodes * role.num_gpus_per_node
 
 

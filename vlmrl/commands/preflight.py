@@ -95,6 +95,7 @@ def check_models(config: RlConfig) -> None:
     paths = {
         "critic.model_name_or_path": config.critic.model_name_or_path,
         "ref.model_name_or_path": config.ref.model_name_or_path,
+        "algo.distill.teacher_model_name_or_path": config.algo.distill.teacher_model_name_or_path,
         "reward.model_name_or_path": reward.model_name_or_path,
         "reward.process_model_name_or_path": reward.process_model_name_or_path,
     }

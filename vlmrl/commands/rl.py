@@ -76,6 +76,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 weight_sync=roles.weight_sync,
                 reference=roles.reference,
                 critic=roles.critic,
+                teacher=roles.teacher,
                 report=report,
                 check_responses=checks.check_responses,
                 check_sync=checks.check_sync,

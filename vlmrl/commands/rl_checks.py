@@ -11,8 +11,7 @@ import numpy as np
 
 from vlmrl.cluster.build import Roles
 from vlmrl.cluster.engines import RemoteEngines
-from vlmrl.cluster.models import PolicyWithoutAdapter, RemoteCritic, RemotePolicy, RemoteReference
-from vlmrl.cluster.rewards import RewardSources
+from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.sync_plan import format_sync
 from vlmrl.config.verbs import RlConfig
 from vlmrl.data.responses import to_samples
@@ -131,13 +130,13 @@ def make_checks(
     first_step: int,
 ) -> Checks:
     """Build the checks that the settings enable."""
-    engines, policy, _, reference, critic, reward_sources = roles
+    engines, policy = roles.engines, roles.policy
     return Checks(
         config,
         report,
         engines,
         policy,
-        images=image_check(config, engines, policy, reference, critic, reward_sources),
+        images=image_check(config, roles),
         noise=noise_check(config, engines, policy, on_gpu=on_gpu, say=report.say),
         adapters=adapter_check(config, processor, engines, policy, adapter),
         first_step=first_step,
@@ -150,17 +149,11 @@ def report_adapter_check(config: RlConfig, adapter: AdapterPlan, checks: Checks,
     checks.report.say(format_check(checks.check_sync(version)))
 
 
-def image_check(
-    config: RlConfig,
-    engines: RemoteEngines,
-    policy: RemotePolicy,
-    reference: RemoteReference | PolicyWithoutAdapter | None,
-    critic: RemoteCritic | None,
-    reward_sources: RewardSources,
-) -> ImageGroundingCheck:
+def image_check(config: RlConfig, roles: Roles) -> ImageGroundingCheck:
     """Return the image check of every path that computes log-probs in this run, of the critic and of reward models."""
+    policy, reference, critic, teacher = roles.policy, roles.reference, roles.critic, roles.teacher
     paths = {
-        "engine": engines.score,
+        "engine": roles.engines.score,
         "old": lambda groups: policy.logprobs(to_samples(groups)),
         # A second time, from the vision cache that the first pass filled.
         "old_again": lambda groups: policy.logprobs(to_samples(groups)),
@@ -169,9 +162,11 @@ def image_check(
     }
     if reference is not None:
         paths["reference"] = lambda groups: reference.logprobs(to_samples(groups))
+    if teacher is not None:
+        paths["teacher"] = lambda groups: teacher.logprobs(to_samples(groups))
     if critic is not None:
         paths["critic"] = lambda groups: critic.values(to_samples(groups))
-    paths |= {f"{model.name}_reward": model.score_by_token for model in reward_sources.models}
+    paths |= {f"{model.name}_reward": model.score_by_token for model in roles.reward_sources.models}
     of_policy = {"engine", "old", "old_again", "padded", "update"}
     return ImageGroundingCheck(
         config.train.image_check_steps, paths=paths, bound=largest_gap(config), foreign=paths.keys() - of_policy

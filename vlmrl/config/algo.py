@@ -27,6 +27,7 @@ from vlmrl.config.built_in import (
     EstimatorRow,
     quoted,
 )
+from vlmrl.config.distill import Distill
 from vlmrl.config.names import settings
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.train import TrainRl
@@ -139,6 +140,8 @@ class Algo(Section):
     """The advantage estimator and the importance correction."""
     kl: Kl = Kl()
     """The KL penalty against the reference model."""
+    distill: Distill = Distill()
+    """On-policy distillation from a teacher."""
     loss_agg: Aggregation | None = Field(
         default=None,
         description="Weight of a token in the loss: `token`, `sequence` or `constant`; by default that of the paper: "
@@ -236,10 +239,11 @@ def conflicts_of_correction(actor: Actor, advantage: Advantage) -> list[str]:
     return [line]
 
 
-def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str]:
+def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo, *, rewards_vary: bool = True) -> list[str]:
+    """`rewards_vary`: something but a teacher rewards the responses."""
     n, conflicts = rollout.n_samples_per_prompt, []
     estimator = algo.advantage.built_in
-    if n < 2 and estimator is not None and estimator.compares_group:
+    if n < 2 and rewards_vary and estimator is not None and estimator.compares_group:
         conflicts.append(
             f"rollout.n_samples_per_prompt {n} leaves algo.advantage.estimator {algo.advantage.estimator} "
             "without a group to compare a response with: use 2 or more"
@@ -293,11 +297,12 @@ def steps_per_batch(rollout: Rollout, train: TrainRl) -> int:
 def needs_one_pass(rollout: Rollout, train: TrainRl, algo: Algo) -> bool:
     """Whether a batch of responses takes a single optimizer step by the policy that sampled it.
 
-    Then the log-probs of the update are the old log-probs, and their own pass is saved. A reference is compared with
-    the old log-probs before the step, so with a reference two passes are needed.
+    Then the log-probs of the update are the old log-probs, and their own pass is saved. A reference or a teacher is
+    compared with the old log-probs before the step, so with one of them two passes are needed.
     """
     responses = rollout.batch_size * rollout.n_samples_per_prompt
-    return train.max_epochs == 1 and train.batch_size == responses and algo.kl.init_coef == 0
+    compares = algo.kl.init_coef > 0 or algo.distill.teacher_model_name_or_path is not None
+    return train.max_epochs == 1 and train.batch_size == responses and not compares
 
 
 def _read_only_with(setting: str, values: tuple[str, ...], given: str) -> str:

@@ -210,12 +210,30 @@ def unread_of_shaping(reward: Reward, *, has_agent: bool) -> Unread:
     is_scored = has_functions or reward.has_user_source
     is_punished = reward.overlong_buffer_len is not None or reward.stop_properly_penalty_coef is not None
     if not is_scored and not is_punished:
-        unread["reward.clip_range"] = "rewards of an environment are not clipped: clip them in the environment"
+        of_environment = "rewards of an environment are not clipped: clip them in the environment"
+        unread["reward.clip_range"] = of_environment if has_agent else "there is no reward, only a teacher"
     return unread
 
 
+def rewards_vary(reward: Reward, *, has_agent: bool) -> bool:
+    """Whether anything rewards the responses: a source with another weight than 0, an environment, or a penalty."""
+    weights = (
+        *reward.functions.values(),
+        0.0 if reward.remote_url is None else reward.remote_weight,
+        0.0 if reward.model_name_or_path is None else reward.model_weight,
+        0.0 if reward.process_model_name_or_path is None else reward.process_weight,
+    )
+    is_punished = reward.overlong_buffer_len is not None or reward.stop_properly_penalty_coef is not None
+    return has_agent or is_punished or any(weights)
+
+
+def has_source(reward: Scoring, *, has_agent: bool) -> bool:
+    """Whether anything scores the responses, if only with weight 0."""
+    return bool(reward.functions) or reward.has_user_source or has_agent
+
+
 def conflicts_of_no_source(reward: Scoring, *, has_agent: bool = False) -> list[str]:
-    if reward.functions or reward.has_user_source or has_agent:
+    if has_source(reward, has_agent=has_agent):
         return []
     return ["reward.functions is empty and reward.remote_url is not given: there is no reward"]
 

@@ -23,8 +23,9 @@ REWARD_MODELS = ("reward_model", "process_model")
 def pools(train: TrainRl, *, critic_is_with_actor: bool) -> list[frozenset[str]]:
     """Sets of roles that share devices. A critic in the actor's processes is not a separate role."""
     if train.colocate_all:
-        return [frozenset({"actor", "ref", "vllm", *REWARD_MODELS})]
-    trained = {"actor", "ref"} if train.colocate_actor_ref else {"actor"}
+        return [frozenset({"actor", "ref", "teacher", "vllm", *REWARD_MODELS})]
+    with_actor = {"ref": train.colocate_actor_ref, "teacher": train.colocate_actor_teacher}
+    trained = {"actor", *(role for role, is_with_actor in with_actor.items() if is_with_actor)}
     reward_models = set(REWARD_MODELS)
     if train.colocate_critic_reward and critic_is_with_actor:
         return [frozenset(trained | reward_models)]
@@ -51,7 +52,7 @@ def unread_of_sharing(train: TrainRl, *, has_reward_model: bool) -> Unread:
     if not has_reward_model:
         unread["train.colocate_critic_reward"] = "there is no reward model"
     if train.colocate_all:
-        names = ("colocate_actor_ref", "colocate_actor_critic", "colocate_critic_reward")
+        names = ("colocate_actor_ref", "colocate_actor_teacher", "colocate_actor_critic", "colocate_critic_reward")
         unread |= dict.fromkeys((f"train.{name}" for name in names), "train.colocate_all includes it")
     return unread
 

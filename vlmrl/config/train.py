@@ -71,6 +71,8 @@ class TrainRl(AgentLoop):
     """All models share devices."""
     colocate_actor_ref: bool = False
     """Actor and reference share devices."""
+    colocate_actor_teacher: bool = False
+    """Actor and the teacher of `algo.distill` share devices."""
     colocate_actor_critic: bool = False
     """The critic lives in the actor's processes, and uses the actor's features of a frozen vision tower."""
     colocate_critic_reward: bool = False

@@ -38,8 +38,12 @@ class VerbConfig(Section):
         """Contradictions between settings, one line each."""
         return []
 
+    def resolve(self) -> None:
+        """Set defaults that depend on several sections, before the checks. Only for the validator below."""
+
     @model_validator(mode="after")
     def check_sections_together(self) -> Self:
+        self.resolve()
         unread = dict.fromkeys(self.omits, f"vlmrl {self.verb} does not have it") | self.unread()
         _refuse(self, conflicts=self.conflicts(), unread=unread)
         return self

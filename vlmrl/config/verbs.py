@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from vlmrl.config import adapters, agent, algo, data, gateway, reward, roles, rollout, train
+from vlmrl.config import adapters, agent, algo, data, distill, gateway, reward, roles, rollout, train
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.algo import Algo
@@ -14,7 +14,7 @@ from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.gateway import Gateway
 from vlmrl.config.merge import Merge
-from vlmrl.config.names import all_but
+from vlmrl.config.names import all_but, is_given
 from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rollout import Eval, EvalOnly, Rollout
 from vlmrl.config.serve import Serve
@@ -71,6 +71,7 @@ class RlConfig(TrainingConfig, AgentConfig):
                 is_with_actor=self.critic_is_with_actor,
             )
             | algo.unread_of_kl(self.algo)
+            | distill.unread_of_distill(self.algo.distill)
             | rollout.unread_of_eval(self.eval, holds_out=self.data.eval_fraction > 0)
             | adapters.unread_of_engine_base(self.vllm, self.ds)
             | (adapters.unread_of_adapter_reference() if self.reference_is_base else {})
@@ -116,7 +117,7 @@ class RlConfig(TrainingConfig, AgentConfig):
     @property
     def has_other_frozen_tower(self) -> bool:
         critic_is_frozen = self.has_critic and adapters.freezes_vision(self.resolved_critic.as_model, self.ds.lora)
-        return self.has_reference or self.reward.has_model or critic_is_frozen
+        return self.has_reference or self.has_teacher or self.reward.has_model or critic_is_frozen
 
     @property
     def has_reference(self) -> bool:
@@ -127,6 +128,21 @@ class RlConfig(TrainingConfig, AgentConfig):
     def reference_is_base(self) -> bool:
         """The reference is the actor with its adapters off, not a separate model."""
         return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
+
+    @property
+    def has_teacher(self) -> bool:
+        """A teacher grades the sampled tokens (on-policy distillation)."""
+        return self.algo.distill.teacher_model_name_or_path is not None
+
+    @property
+    def rewards_vary(self) -> bool:
+        """Something but a teacher rewards the responses."""
+        return reward.rewards_vary(self.reward, has_agent=self.has_agent)
+
+    @property
+    def scores_responses(self) -> bool:
+        """Responses have scores, if only to measure them."""
+        return self.rewards_vary or reward.has_source(self.reward, has_agent=self.has_agent)
 
     @property
     def needs_one_pass(self) -> bool:
@@ -154,9 +170,10 @@ class RlConfig(TrainingConfig, AgentConfig):
     def conflicts(self) -> list[str]:
         return [
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
-            *algo.conflicts_of_batch(self.rollout, self.train, self.algo),
+            *algo.conflicts_of_batch(self.rollout, self.train, self.algo, rewards_vary=self.rewards_vary),
             *algo.conflicts_of_correction(self.actor, self.algo.advantage),
-            *reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent),
+            *(() if self.has_teacher else reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent)),
+            *(self._conflicts_of_teacher() if self.has_teacher else ()),
             *reward.conflicts_of_sampling(self.rollout, self.reward),
             *reward.conflicts_of_sources(self.reward),
             *rollout.conflicts_of_eval(self.eval, evaluates=self.evaluates),
@@ -168,6 +185,22 @@ class RlConfig(TrainingConfig, AgentConfig):
             *adapters.conflicts_of_dropout(self.ds.lora, needs_one_pass=self.needs_one_pass),
             *super().conflicts(),
         ]
+
+    def _conflicts_of_teacher(self) -> list[str]:
+        kl = self.algo.kl
+        return distill.conflicts_of_distill(
+            filters=self.algo.dynamic_filtering_enable,
+            rewards_vary=self.rewards_vary or (kl.init_coef > 0 and not kl.use_loss),
+            critic_of=self.algo.advantage.estimator if self.has_critic else None,
+            can_check=reward.has_source(self.reward, has_agent=self.has_agent),
+            evaluates=self.evaluates,
+        )
+
+    def resolve(self) -> None:
+        """Drop the default reward functions where a teacher grades the responses and the user names none."""
+        if self.has_teacher and not is_given(self.reward, "functions"):
+            # The settings are frozen, and a validator is still constructing them.
+            self.__dict__["reward"] = self.reward.model_copy(update={"functions": {}})
 
 
 class EvalConfig(AgentConfig):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NotRequired, TypedDict, Unpack
 
@@ -225,11 +225,19 @@ class LogprobForward(ModelForward):
     """Forward passes that return log-probs, under a temperature and with or without the banned tokens."""
 
     def __init__(
-        self, scorer: Scorer, processor: Processor, *, temperature: float, bans: bool, **options: Unpack[ForwardOptions]
+        self,
+        scorer: Scorer,
+        processor: Processor,
+        *,
+        temperature: float,
+        bans: bool,
+        more_bans: Iterable[int] = (),
+        **options: Unpack[ForwardOptions],
     ) -> None:
+        """`bans`: the tokens are banned that the engines never sample. `more_bans` are banned in any case."""
         super().__init__(scorer, processor, **options)
         self._temperature = temperature
-        self._banned = tuple(processor.banned_tokens) if bans else ()
+        self._banned = (*(processor.banned_tokens if bans else ()), *more_bans)
 
     def __call__(self, pack: Pack) -> ScorerOutput:
         """Compute log-probs and entropies, [B, T] each, in the layout of the pack."""

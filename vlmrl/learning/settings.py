@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vlmrl.learning.reference import Reference
     from vlmrl.learning.reward_model import RewardModel
     from vlmrl.learning.reward_trainer import RewardTrainer
+    from vlmrl.learning.teacher import Teacher
     from vlmrl.models.adapter_plan import AdapterPlan
 
 
@@ -68,6 +69,31 @@ class ReferenceSettings:
         from vlmrl.learning.reference import Reference
 
         return Reference(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSettings:
+    """Settings of `Teacher`. Temperature and bans are the policy's, so that both score the same distribution."""
+
+    path: str
+    """Folder or Hub id of the teacher."""
+    flag: str
+    """The setting that `path` came from, for messages."""
+    actor: Model
+    """The student; both must use the same tokens and image processing."""
+    ds: Ds
+    loop: Loop
+    columns: Columns
+    vision: Vision
+    temperature: float
+    bans: bool
+    offload: bool = False
+    """Keep the weights in main memory while nothing is scored."""
+
+    def build(self) -> Teacher:
+        from vlmrl.learning.teacher import Teacher
+
+        return Teacher(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

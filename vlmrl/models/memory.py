@@ -214,8 +214,19 @@ def reward_model_memory(
     name: str, size: Sizes, *, ds: Ds, ranks: int, tokens: int, device: str, is_offloaded: bool
 ) -> RoleMemory:
     """Estimate a reward model, of `with_value_head` sizes. It is never in 4 bits, and sharded under ZeRO-3 only."""
+    return _offloadable(name, "reward", size, ds, ranks, tokens, device, is_offloaded=is_offloaded)
+
+
+def teacher_memory(size: Sizes, *, ds: Ds, ranks: int, tokens: int, device: str, is_offloaded: bool) -> RoleMemory:
+    """Estimate a teacher, which is never in 4 bits, and sharded under ZeRO-3 only."""
+    return _offloadable("teacher", "algo.distill", size, ds, ranks, tokens, device, is_offloaded=is_offloaded)
+
+
+def _offloadable(
+    name: str, section: str, size: Sizes, ds: Ds, ranks: int, tokens: int, device: str, *, is_offloaded: bool
+) -> RoleMemory:
     ds = ds.model_copy(update={"load_in_4bit": False})
-    flag = "set reward.offload" if device != "cpu" and not is_offloaded else "set ds.zero_stage 3, on more GPUs"
+    flag = f"set {section}.offload" if device != "cpu" and not is_offloaded else "set ds.zero_stage 3, on more GPUs"
     num_bytes = weight_bytes(size, ds, ranks=ranks)
     weights = MemoryPart("weights", num_bytes, flag, in_host_memory=is_offloaded and device != "cpu")
     return _frozen(name, size, ds, weights, tokens, device)

@@ -118,6 +118,8 @@ def _collected_metrics(config: RlConfig, step: int, groups: Sequence[FilteredGro
         return batch_metrics(plain, scores, shaped_rewards(config, plain, scores))
 
     metrics = metrics_of(groups) | episode_metrics([group.group for group in groups])
+    if not config.scores_responses:  # a teacher alone: rewards that are always 0 would only look like a failure
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(("reward/", "group/"))}
     if config.train.queue_size:
         metrics |= staleness_metrics([group.group for group in groups if group.is_kept], version=step - 1)
     if config.algo.dynamic_filtering_enable:

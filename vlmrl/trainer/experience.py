@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vlmrl.algorithms.advantages import FLAG, advantages
+from vlmrl.algorithms.distillation import teacher_gap
 from vlmrl.algorithms.kl import kl_to_reference
 from vlmrl.algorithms.shaping import shape, shape_turns
 from vlmrl.algorithms.signal import has_signal
@@ -34,6 +35,8 @@ class ModelOutputs(NamedTuple):
     """Log-probs by the reference; None without a reference."""
     values: list[Floats] | None = None
     """The critic's value estimates; None without a critic."""
+    teacher: list[Floats] | None = None
+    """Log-probs by the teacher, NaN on tokens that it does not have; None without a teacher."""
 
 
 class ShapedRewards(NamedTuple):
@@ -107,6 +110,7 @@ def make_experience(
         values=values,
         scored=shaped.has_reward,
     )
+    token_advantages, teacher_metrics = add_teacher(estimate.advantages, outputs, responses, sampled, algo.distill.coef)
     segment_scores = [
         score
         for group, group_scores in zip(groups, scores, strict=True)
@@ -118,7 +122,7 @@ def make_experience(
             sample if score.has_reward else sample.left_out()
             for sample, score in zip(outputs.samples, segment_scores, strict=True)
         ],
-        advantages=responses.split(estimate.advantages.numpy()),
+        advantages=responses.split(token_advantages.numpy()),
         old_logprobs=outputs.old,
         rollout_logprobs=[segment.logprobs for group in groups for segment in group.segments],
         ref_logprobs=outputs.ref if algo.kl.use_loss else None,
@@ -127,7 +131,7 @@ def make_experience(
         kl_coef=kl_coef if algo.kl.use_loss else 0.0,
         span=span,
     )
-    metrics: Metrics = {"batch/tokens": float(sum(len(sample.tokens) for sample in outputs.samples))}
+    metrics: Metrics = {"batch/tokens": float(sum(len(sample.tokens) for sample in outputs.samples))} | teacher_metrics
     if kl is not None:
         metrics |= {"kl/reference": float(kl[sampled].mean()), "kl/coef": kl_coef}
     if values is not None:
@@ -245,6 +249,22 @@ def reference_kl(outputs: ModelOutputs, responses: EndToEnd, sampled: Tensor, *,
     old, ref = pad(responses.join(outputs.old)), pad(responses.join(outputs.ref))
     kl = kl_to_reference(old, ref, estimator=estimator)  # type: ignore[arg-type]
     return torch.where(sampled, kl, 0.0)
+
+
+def add_teacher(
+    advantages: Tensor, outputs: ModelOutputs, responses: EndToEnd, sampled: Tensor, coef: float
+) -> tuple[Tensor, Metrics]:
+    """Add the teacher's term to the advantages [B, T] of the sampled tokens; returns them with its metrics.
+
+    Responses without a reward get it too, and are left out of the loss with it. Does nothing without a teacher.
+    """
+    if outputs.teacher is None:
+        return advantages, {}
+    assert outputs.old is not None, "a teacher is compared with the log-probs before the update"
+    gap = teacher_gap(pad(responses.join(outputs.old)), pad(responses.join(outputs.teacher)), sampled)
+    of_tokens = gap[sampled].double()
+    metrics = {"distill/kl": -float(of_tokens.mean()), "distill/advantage_size": coef * float(of_tokens.abs().mean())}
+    return advantages + coef * gap, metrics if len(of_tokens) else {}
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:

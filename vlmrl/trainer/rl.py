@@ -43,6 +43,7 @@ def train(
     weight_sync: WeightSync,
     reference: Reference | None,
     critic: Critic | None,
+    teacher: Reference | None = None,
     report: Report,
     check_responses: Callable[[int, Sequence[Group]], Callable[[], Metrics]],
     check_sync: Callable[[int], Metrics],
@@ -94,6 +95,7 @@ def train(
             policy=policy,
             reference=reference,
             critic=critic,
+            teacher=teacher,
             report=report,
             update_finds_old=trains_policy and config.needs_one_pass,
         )
@@ -165,6 +167,7 @@ def run_models(
     policy: Policy,
     reference: Reference | None,
     critic: Critic | None,
+    teacher: Reference | None,
     report: Report,
     update_finds_old: bool,
 ) -> ModelOutputs:
@@ -175,10 +178,14 @@ def run_models(
     with report.phase("logprob"):
         old = None if update_finds_old else policy.logprobs(samples)
         ref = None if reference is None else reference.logprobs(samples)
-    if critic is None:
-        return ModelOutputs(samples, old, ref)
-    with report.phase("value"):
-        return ModelOutputs(samples, old, ref, critic.values(samples))
+    outputs = ModelOutputs(samples, old, ref)
+    if teacher is not None:
+        with report.phase("teacher"):
+            outputs = outputs._replace(teacher=teacher.logprobs(samples))
+    if critic is not None:
+        with report.phase("value"):
+            outputs = outputs._replace(values=critic.values(samples))
+    return outputs
 
 
 def update_models(

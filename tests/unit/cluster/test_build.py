@@ -10,14 +10,8 @@ from typing import Any
 import pytest
 from scripted_loop import config
 
-from vlmrl.cluster.build import (
-    RoleBuilder,
-    _Trained,
-    packing_plan,
-    remote_critic,
-    remote_reference,
-    remote_reward_models,
-)
+from vlmrl.cluster.build import RoleBuilder
+from vlmrl.cluster.learners import Trained, packing_plan, remote_critic, remote_reference, remote_reward_models
 from vlmrl.cluster.models import PackingPlan, PassMetrics, PolicyWithoutAdapter, Ranks, RemotePolicy, StepPlan
 from vlmrl.cluster.session import Session
 from vlmrl.config.train import Loop
@@ -94,7 +88,7 @@ def ranks(group: Any) -> Ranks[Any]:
 def test_a_critic_that_shares_the_actors_image_features_is_reported(shares: bool, lines: int) -> None:
     pair: Any = LocalWorker(shares_features=shares)
     messages: list[str] = []
-    critic = remote_critic(_Trained(pair, pair, pair), ranks(pair), StepPlan(1, 1, 0), messages.append)
+    critic = remote_critic(Trained(pair, pair, pair), ranks(pair), StepPlan(1, 1, 0), messages.append)
     assert critic is not None
     assert (critic._group, len(messages)) == (pair, lines)
 
@@ -102,11 +96,11 @@ def test_a_critic_that_shares_the_actors_image_features_is_reported(shares: bool
 def test_a_critic_on_its_own_ranks_shares_packing_and_pass_metrics_with_the_policy() -> None:
     policy, critic_group = LocalWorker(), LocalWorker()
     policy_ranks = ranks(policy)
-    critic = remote_critic(_Trained(policy, critic_group, None), policy_ranks, StepPlan(1, 1, 0), print)  # type: ignore[arg-type]
+    critic = remote_critic(Trained(policy, critic_group, None), policy_ranks, StepPlan(1, 1, 0), print)  # type: ignore[arg-type]
     assert critic is not None
     assert critic._group is critic_group  # type: ignore[comparison-overlap]
     assert critic._ranks.pass_metrics is policy_ranks.pass_metrics
-    assert remote_critic(_Trained(policy, None, None), policy_ranks, StepPlan(1, 1, 0), print) is None  # type: ignore[arg-type]
+    assert remote_critic(Trained(policy, None, None), policy_ranks, StepPlan(1, 1, 0), print) is None  # type: ignore[arg-type]
 
 
 def test_without_a_reference_model_the_policy_without_its_adapter_is_the_reference() -> None:

@@ -38,6 +38,13 @@ def test_the_roles_are_those_that_the_run_starts(folder: Callable[..., Path]) ->
         ("ref", 2),
         ("vllm", 1),
     ]
+    distill = f"--algo.distill.teacher_model_name_or_path {model}"
+    assert names(memory_plan(rl(model, f"{kl} {distill} --algo.distill.num_gpus_per_node 2"), HOST)) == [
+        ("actor", 1),
+        ("ref", 1),
+        ("teacher", 2),
+        ("vllm", 1),
+    ]
     # The actor with its adapters off is the reference.
     assert names(memory_plan(rl(model, f"{kl} --ds.lora.rank 4"), HOST)) == [("actor", 1), ("vllm", 1)]
     sft = load(SftConfig, ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", "d"])

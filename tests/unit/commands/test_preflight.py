@@ -59,6 +59,9 @@ def test_adapters_need_no_reference_model() -> None:
     assert roles() == ["actor", "ref", "vllm"]
     assert roles(ds=lora) == ["actor", "vllm"]
     assert roles(ds=lora, ref={"model_name_or_path": "another"}) == ["actor", "ref", "vllm"]
+    teacher = {"kl": {"init_coef": 0.1}, "distill": {"teacher_model_name_or_path": "t"}}
+    assert roles(algo=teacher) == ["actor", "ref", "teacher", "vllm"]
+    assert roles(algo=teacher, ds=lora) == ["actor", "teacher", "vllm"]
 
 
 def test_the_engines_own_base_is_refused_where_merged_weights_replace_it(model: str) -> None:

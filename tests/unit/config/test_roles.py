@@ -201,7 +201,7 @@ def test_the_critic_has_the_settings_of_a_model() -> None:
     assert (result.model_name_or_path, result.adapter_name_or_path) == ("m", None)
 
 
-ALL = {"actor", "ref", "vllm", "reward_model", "process_model"}
+ALL = {"actor", "ref", "teacher", "vllm", "reward_model", "process_model"}
 MODELS = {"reward_model", "process_model"}
 REF = "--algo.kl.init_coef 0.1"
 

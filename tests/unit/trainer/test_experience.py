@@ -32,6 +32,77 @@ def test_kl_in_the_reward_penalizes_tokens() -> None:
     assert batch.experience.ref_logprobs is None
 
 
+def teacher_groups() -> list[Group]:
+    """Two groups: a wrong and a right response of three tokens, and two right ones."""
+    prompts = make_prompt(0), make_prompt(1)
+    return [
+        Group(
+            prompt,
+            (make_rollout(prompt, texts[0], version=0), make_rollout(prompt, texts[1], version=0, length=3)),
+        )
+        for prompt, texts in zip(prompts, (("wrong", "right"), ("right", "right")), strict=True)
+    ]
+
+
+SCORES = [[Score(0.0), Score(1.0)], [Score(1.0), Score(1.0)]]
+
+
+@pytest.mark.parametrize("estimator", ["dr_grpo", "reinforce"])
+def test_a_teacher_grades_each_token_beside_the_normalised_rewards(estimator: str) -> None:
+    settings = config(
+        algo={
+            "distill": {"teacher_model_name_or_path": "t", "coef": 2.0},
+            "advantage": {"estimator": estimator},
+        },
+        reward={"functions": {"exact": 1.0}},
+    )
+    groups = teacher_groups()
+    samples = to_samples(groups)
+    old = [segment.logprobs for group in groups for segment in group.segments]
+    gaps = [[0.5], [0.25, 0.0, -1.0], [-0.5], [0.0, 0.125, 0.0]]
+    teacher = [
+        np.concatenate([[7.0, 7.0], row[2:] + gap]).astype(np.float32) for row, gap in zip(old, gaps, strict=True)
+    ]
+    batch, metrics = make_experience(settings, groups, SCORES, ModelOutputs(samples, old, teacher=teacher), kl_coef=0.0)
+    # Rewards 0 1 | 1 1. dr_grpo: minus the mean of the group. reinforce: over the eight tokens, one has return 0 and
+    # seven have 1: mean 7/8, deviation sqrt(7)/8, so -sqrt(7) and 1/sqrt(7).
+    rewards = {"dr_grpo": (-0.5, 0.5, 0.0, 0.0), "reinforce": (-(7**0.5), 7**-0.5, 7**-0.5, 7**-0.5)}[estimator]
+    for row, reward, gap in zip(batch.experience.advantages, rewards, gaps, strict=True):
+        np.testing.assert_allclose(row, [0, 0, *(reward + 2 * value for value in gap)], atol=1e-6)
+    assert metrics["distill/kl"] == pytest.approx(-(0.5 + 0.25 - 1.0 - 0.5 + 0.125) / 8)
+    assert metrics["distill/advantage_size"] == pytest.approx(2 * (0.5 + 0.25 + 1.0 + 0.5 + 0.125) / 8)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"])
+def test_a_teacher_that_is_the_policy_changes_no_advantage(estimator: str) -> None:
+    groups = teacher_groups()
+    samples = to_samples(groups)
+    old = [segment.logprobs for group in groups for segment in group.segments]
+    values = [np.where(s.sampled, 0.3, 0).astype(np.float32) for s in samples] if estimator == "gae" else None
+    rows = {}
+    for name in ("t", None):
+        algo = {"distill": {"teacher_model_name_or_path": name}, "advantage": {"estimator": estimator}}
+        settings = config(algo=algo, reward={"functions": {"exact": 1.0}})
+        outputs = ModelOutputs(samples, old, values=values, teacher=None if name is None else [r.copy() for r in old])
+        batch, metrics = make_experience(settings, groups, SCORES, outputs, kl_coef=0.0)
+        rows[name] = np.concatenate(batch.experience.advantages)
+        assert ("distill/kl" in metrics) == (name is not None)
+    np.testing.assert_allclose(rows["t"], rows[None], atol=1e-6)
+    assert np.abs(rows[None]).max() > 0.1
+
+
+def test_a_teacher_alone_is_the_whole_advantage() -> None:
+    settings = config(algo={"distill": {"teacher_model_name_or_path": "t"}, "advantage": {"estimator": "reinforce"}})
+    groups = teacher_groups()
+    samples = to_samples(groups)
+    old = [segment.logprobs for group in groups for segment in group.segments]
+    teacher = [row + np.float32(0.25) for row in old]
+    outputs = ModelOutputs(samples, old, teacher=teacher)
+    batch, _ = make_experience(settings, groups, [[Score(0.0)] * 2] * 2, outputs, kl_coef=0.0)
+    for sample, row in zip(samples, batch.experience.advantages, strict=True):
+        np.testing.assert_allclose(row, np.where(sample.sampled, 0.25, 0), atol=1e-6)
+
+
 def test_kl_in_the_loss_passes_the_reference_on_and_keeps_advantages() -> None:
     settings = config(
         algo={"kl": {"init_coef": 0.5, "estimator": "k3", "use_loss": True}, "advantage": {"estimator": "rloo"}}

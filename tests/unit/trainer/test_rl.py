@@ -26,6 +26,13 @@ from vlmrl.trainer.rl import progress
 from vlmrl.types import Floats, Group, Metrics, Sample, Score
 
 
+class NoRewarder(LabelRewarder):
+    """Scores nothing, as a run without any reward source."""
+
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        return [[Score(0.0) for _ in group.rollouts] for group in groups]
+
+
 def test_a_step_runs_its_phases_and_each_sync_has_the_next_version() -> None:
     policy = RememberingPolicy(ScriptedEngine())
     notebook = run(config(), policy, steps=2)
@@ -52,6 +59,7 @@ def test_advantages_are_group_relative_and_on_sampled_tokens_only() -> None:
         ({"train": {"batch_size": 2}}, True),
         ({"train": {"batch_size": 4, "max_epochs": 2}}, True),
         ({"algo": {"kl": {"init_coef": 0.1}}}, True),
+        ({"algo": {"distill": {"teacher_model_name_or_path": "t"}}}, True),
     ],
 )
 def test_old_logprobs_take_a_separate_pass_only_when_the_update_cannot_compute_them(
@@ -63,6 +71,18 @@ def test_old_logprobs_take_a_separate_pass_only_when_the_update_cannot_compute_t
     if not settings.algo.kl.init_coef:
         run(settings, policy, steps=1)
         assert (policy.taught[0].old_logprobs is not None) is asks
+
+
+def test_a_teacher_alone_grades_the_responses_and_nothing_is_reported_of_rewards() -> None:
+    policy = RememberingPolicy(ScriptedEngine())
+    teacher = RememberingPolicy(policy.engine, offset=0.5)
+    settings = config(algo={"distill": {"teacher_model_name_or_path": "t", "coef": 3.0}})
+    notebook = run(settings, policy, steps=1, rewarder=NoRewarder(), teacher=teacher)
+    assert notebook.phases == ["data", "rollout", "reward", "logprob", "teacher", "update", "sync"]
+    for sample, row in zip(policy.taught[0].samples, policy.taught[0].advantages, strict=True):
+        np.testing.assert_allclose(row, np.where(sample.sampled, 1.5, 0), atol=1e-6)
+    assert notebook.steps[1]["distill/kl"] == pytest.approx(-0.5)
+    assert not [name for name in notebook.steps[1] if name.startswith(("reward/m", "group/"))]
 
 
 def test_a_gap_found_in_the_update_stops_the_run_before_the_weight_sync() -> None:

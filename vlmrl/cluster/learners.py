@@ -1,0 +1,105 @@
+"""Models over ranks, connected: each gets samples packed as the policy does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from vlmrl.cluster.models import (
+    PackingPlan,
+    PolicyWithoutAdapter,
+    Ranks,
+    RemoteCritic,
+    RemotePolicy,
+    RemoteReference,
+    RemoteTeacher,
+    StepPlan,
+)
+from vlmrl.cluster.rewards import RemoteRewardModel
+from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.config.roles import REWARD_MODELS
+from vlmrl.config.train import Loop
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import RlConfig
+from vlmrl.plugins import Processor
+
+if TYPE_CHECKING:
+    from vlmrl.learning.critic import Critic
+    from vlmrl.learning.policy import Policy
+    from vlmrl.learning.policy_and_critic import PolicyAndCritic
+    from vlmrl.learning.reference import Reference
+    from vlmrl.learning.reward_model import RewardModel
+    from vlmrl.learning.reward_trainer import RewardTrainer
+
+
+class Learners(NamedTuple):
+    """The models over ranks, except reward models."""
+
+    policy: RemotePolicy
+    reference: RemoteReference | PolicyWithoutAdapter | None = None
+    critic: RemoteCritic | None = None
+    teacher: RemoteTeacher | None = None
+
+
+class Trained(NamedTuple):
+    """Ranks of the trained models."""
+
+    policy: WorkerGroup[Policy]
+    critic: WorkerGroup[Critic | PolicyAndCritic] | None
+    pair: WorkerGroup[PolicyAndCritic] | None
+    """The ranks of both, if they share processes."""
+
+
+def remote_critic(
+    trained: Trained, ranks: Ranks[Policy], steps: StepPlan, say: Callable[[str], None]
+) -> RemoteCritic | None:
+    """Return the critic over its own ranks or the policy's; None without one."""
+    if trained.critic is None:
+        return None
+    if trained.pair is not None and trained.pair.call(lambda pair: pair.shares_features())[0]:
+        say("critic: in the actor's processes, with the actor's image features")
+    return RemoteCritic(ranks.over(trained.critic), steps)
+
+
+def remote_reference(
+    config: TrainingConfig, policy: RemotePolicy, group: WorkerGroup[Reference] | None, say: Callable[[str], None]
+) -> RemoteReference | PolicyWithoutAdapter:
+    """Return the reference over its own ranks; without any (None), the policy with its adapters off."""
+    if group is not None:
+        return RemoteReference(policy.ranks.over(group))
+    adapter = config.actor.adapter_name_or_path
+    base = f"{config.actor.model_name_or_path}{f' without {adapter}' if adapter else ''}"
+    say(f"reference: the policy with its adapters off, which is {base}")
+    return PolicyWithoutAdapter(policy)
+
+
+def remote_reward_models(
+    config: RlConfig, policy: Ranks[Policy], groups: dict[str, WorkerGroup[RewardModel]]
+) -> list[RemoteRewardModel]:
+    """Return the reward models, which get samples packed as the policy does."""
+    outcome, process = REWARD_MODELS
+    names = {outcome: "model", process: "process"}
+    weights = {outcome: config.reward.model_weight, process: config.reward.process_weight}
+    return [
+        RemoteRewardModel(names[role], policy.over(group), weights[role], is_process=role == process)
+        for role, group in groups.items()
+    ]
+
+
+def packing_plan(
+    policy: WorkerGroup[Policy | RewardTrainer], loop: Loop, processor: Processor, say: Callable[[str], None]
+) -> PackingPlan:
+    """Return the packing of samples, which depends on the policy's model: patch cost and recurrent layers."""
+    patch_cost, is_recurrent = policy.call(lambda policy: policy.traits())[0]
+    if processor.resize_factor is not None:
+        say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")
+    if is_recurrent and loop.layout != "padded":
+        say(f"train.layout padded instead of {loop.layout}: recurrent layers would mix the samples of a pack")
+    return PackingPlan(
+        layout="padded" if is_recurrent else loop.layout,
+        max_tokens=loop.max_tokens_per_gpu,
+        max_samples=loop.micro_batch_size,
+        image_cost=lambda image: patch_cost * math.prod(processor.grid(image.size)),
+        filler=processor.dummy_sample(),
+    )
