@@ -246,10 +246,10 @@ def check_same_inputs(other: Processor, actor_processor: Processor, *, what: str
     )
     if has_same_tokens and has_same_images:
         return
+    hint = " (a reward model of another family can be served by vlmrl serve-rm, for reward.remote_url)"
     raise ConfigError(
         f"{what} reads other {'images' if has_same_tokens else 'tokens'} than {actor}, whose responses it gets: use a "
-        "model of the same family (a reward model of another family can be served by vlmrl serve-rm, for "
-        "reward.remote_url)"
+        f"model of the same family{hint if what.startswith('reward.') else ''}"
     )
 
 

@@ -16,11 +16,12 @@ from vlmrl.config.base import is_function_spec
 from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.num_steps import optimizer_steps
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.stages import DpoConfig, RmConfig, SupervisedConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig, SupervisedConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.learning.settings import (
     CriticSettings,
+    InnerTeacherSettings,
     PolicySettings,
     ReferenceSettings,
     RewardModelSettings,
@@ -130,6 +131,7 @@ def policy_settings(config: TrainingConfig, adapter: AdapterPlan | None, num_row
         temperature=1.0 if rl is None else rl.rollout.temperature,
         bans=rl is not None and rl.rollout.top_p == 1.0,
         adapter=adapter,
+        teacher=inner_teacher(config) if isinstance(config, SftConfig) else None,
         ema_beta=rl.train.ema_beta if rl is not None and rl.train.enable_ema else None,
     )
 
@@ -145,6 +147,14 @@ def reward_trainer_settings(config: RmConfig, adapter: AdapterPlan | None, num_r
         total_steps=optimizer_steps(config, num_rows),
         adapter=adapter,
     )
+
+
+def inner_teacher(config: SftConfig) -> InnerTeacherSettings | None:
+    """Settings of the teacher in the policy's processes; None without one."""
+    sft = config.sft
+    if sft.teacher_model_name_or_path is None:
+        return None
+    return InnerTeacherSettings(path=sft.teacher_model_name_or_path, direction=sft.distill_kl, coef=sft.distill_coef)
 
 
 def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int) -> CriticSettings:

@@ -17,7 +17,7 @@ from vlmrl.config.distill import Distill
 from vlmrl.config.pairs import PairData
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.stages import DpoConfig, RmConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
@@ -28,6 +28,7 @@ from vlmrl.models.memory import (
     RoleMemory,
     colocated_critic,
     engine_memory,
+    inner_teacher_memory,
     reference_memory,
     reward_model_memory,
     sequence_bytes,
@@ -153,6 +154,9 @@ def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
         cache_bytes=_cache_bytes(config, config.actor, size, adapter),
         has_average=isinstance(config, RlConfig) and config.train.enable_ema,
     )
+    if isinstance(config, SftConfig) and config.sft.teacher_model_name_or_path is not None:
+        teacher, _ = _read(config.sft.teacher_model_name_or_path, config)
+        actor = RoleMemory(actor.name, (*actor.parts, inner_teacher_memory(teacher, ds=config.ds, ranks=ranks)))
     roles, sequence, settings_of_length = [(actor, ranks)], 0.0, ""
     if isinstance(config, DpoConfig):
         roles += _reference(config, tokens, machine.device)

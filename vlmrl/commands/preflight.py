@@ -21,7 +21,7 @@ from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.cluster.sync_plan import check_devices, check_engine_base
 from vlmrl.commands import forecast
 from vlmrl.config.data import Data
-from vlmrl.config.stages import DpoConfig, SupervisedConfig
+from vlmrl.config.stages import DpoConfig, SftConfig, SupervisedConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.data.columns import find_columns
@@ -109,6 +109,13 @@ def check_reference(config: DpoConfig) -> None:
     """Check the model of the reference, if it is another, as `check_models` does. Raises ConfigError."""
     if config.ref.model_name_or_path is not None:
         _check_other_models(config, [("ref.model_name_or_path", config.ref.model_name_or_path)])
+
+
+def check_teacher(config: SftConfig) -> None:
+    """Check the teacher of supervised training, if there is one, like other models. Raises ConfigError."""
+    teacher = config.sft.teacher_model_name_or_path
+    if teacher is not None:
+        _check_other_models(config, [("sft.teacher_model_name_or_path", teacher)])
 
 
 def _check_other_models(config: TrainingConfig, given: Sequence[tuple[str, str]]) -> None:

@@ -23,6 +23,7 @@ from vlmrl.commands.preflight import (
     check_machine,
     check_models,
     check_reference,
+    check_teacher,
     format_checkpoint_plan,
 )
 from vlmrl.config.ckpt import Logger
@@ -77,6 +78,8 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         check_lengths(config.generation)
     if isinstance(config, RlConfig | EvalConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
+    if isinstance(config, SftConfig):
+        check_teacher(config)
     if isinstance(config, RlConfig):
         check_algorithm(config)
         check_models(config)

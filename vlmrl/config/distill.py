@@ -1,4 +1,8 @@
-"""On-policy distillation: the settings of `algo.distill`, and their checks."""
+"""Distillation, on the policy's own responses (`algo.distill`) or on those of a dataset (`sft`)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from vlmrl.config.base import PositiveFloat, PositiveInt, Section, Text, Unread
 from vlmrl.config.names import settings
@@ -19,6 +23,26 @@ class Distill(Section):
     """Ranks per machine. Each holds the whole teacher, or with `ds.zero_stage` 3 a part of it."""
     offload: bool = False
     """Keep the weights of the teacher in CPU memory while it is idle."""
+
+
+class SftDistill(Section):
+    """Off-policy distillation: the student follows the distribution of a teacher on the responses of a dataset."""
+
+    teacher_model_name_or_path: Text | None = None
+    """Local folder or Hub id of a teacher, whose distribution over the vocabulary the model learns at each token of the
+    responses. It may have another size than the actor, but the same tokens and image processing. It lives in the
+    actor's processes, frozen, and with `ds.zero_stage` 3 sharded."""
+    distill_kl: Literal["forward", "reverse"] = "forward"
+    """Divergence that is minimised: `forward`, KL(teacher || model), covers all that the teacher may say; `reverse`,
+    KL(model || teacher), avoids what it would not say."""
+    distill_coef: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Weight of the divergence; the rest of 1 is the weight of the negative log-likelihood of the responses."""
+
+
+def unread_of_sft_distill(distill: SftDistill) -> Unread:
+    if distill.teacher_model_name_or_path is not None:
+        return {}
+    return dict.fromkeys(("sft.distill_kl", "sft.distill_coef"), "there is no sft.teacher_model_name_or_path")
 
 
 def unread_of_distill(distill: Distill) -> Unread:

@@ -1,14 +1,15 @@
 """Supervised fine-tuning."""
 
-from vlmrl.config.base import Section, Unread
+from vlmrl.config.base import Unread
 from vlmrl.config.data import Data
+from vlmrl.config.distill import SftDistill
 from vlmrl.config.names import settings
 from vlmrl.config.reward import Scoring
 from vlmrl.config.rollout import EvalBase, EvalRows
 from vlmrl.config.vllm import Vllm
 
 
-class Sft(Section):
+class Sft(SftDistill):
     """What supervised fine-tuning learns."""
 
     pretrain_mode: bool = False

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vlmrl.config import adapters, dpo, reward, rm, roles, rollout, sft
+from vlmrl.config import adapters, distill, dpo, reward, rm, roles, rollout, sft
 from vlmrl.config.actor import Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.base import Unread
@@ -65,6 +65,10 @@ class SftConfig(SupervisedConfig):
     vllm: Vllm = Vllm()
 
     @property
+    def has_other_frozen_tower(self) -> bool:
+        return self.sft.teacher_model_name_or_path is not None
+
+    @property
     def generation(self) -> EvalConfig | None:
         """Settings of the sampling of responses to held-out questions; None if none are sampled."""
         if not self.eval.generate_enable:
@@ -90,6 +94,7 @@ class SftConfig(SupervisedConfig):
         return (
             super().unread()
             | sft.unread_of_sft(self.sft)
+            | distill.unread_of_sft_distill(self.sft)
             | sft.unread_of_generation(self.eval)
             | (reward.unread_of_sources(self.reward) if generates else {})
             | (adapters.unread_of_engine_base(self.vllm, self.ds) if generates else {})

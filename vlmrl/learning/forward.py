@@ -19,12 +19,13 @@ from vlmrl.config.ds import Ds
 from vlmrl.data.packing import FILLER, Branch, Pack, collect
 from vlmrl.learning.deepspeed_engine import DTYPES
 from vlmrl.models.attention import implementation
+from vlmrl.models.divergence import TeacherRows
 from vlmrl.models.inputs import model_inputs, states_at
 from vlmrl.models.liger import apply_liger
 from vlmrl.models.load import load_model
 from vlmrl.models.quantize import FourBit, four_bit
-from vlmrl.models.scorer import Scorer, ScorerOutput
-from vlmrl.models.value_head import ValueModel, ValueOutput, value_net
+from vlmrl.models.scorer import Backbone, Scorer, ScorerOutput
+from vlmrl.models.value_head import ValueOutput, value_net
 from vlmrl.models.vision_cache import VisionCache
 from vlmrl.observe.metrics import Metric, Sum
 from vlmrl.plugins import Processor, processor_of
@@ -94,7 +95,7 @@ class ModelForward:
 
     def __init__(
         self,
-        module: Scorer | ValueModel,
+        module: Backbone,
         processor: Processor,
         *,
         device: torch.device,
@@ -239,11 +240,13 @@ class LogprobForward(ModelForward):
         self._temperature = temperature
         self._banned = (*(processor.banned_tokens if bans else ()), *more_bans)
 
-    def __call__(self, pack: Pack) -> ScorerOutput:
-        """Compute log-probs and entropies, [B, T] each, in the layout of the pack."""
+    def __call__(self, pack: Pack, *, teacher: TeacherRows | None = None) -> ScorerOutput:
+        """Compute log-probs, entropies, and with a teacher divergences, [B, T] each, in the layout of the pack."""
         rows, columns = pack.shape
-        output: ScorerOutput = self.run(pack, temperature=self._temperature, banned=self._banned)
-        return ScorerOutput(output.logprobs[:rows, :columns], output.entropy[:rows, :columns])
+        options = {} if teacher is None else {"teacher": teacher}
+        output: ScorerOutput = self.run(pack, temperature=self._temperature, banned=self._banned, **options)
+        divergence = None if output.divergence is None else output.divergence[:rows, :columns]
+        return ScorerOutput(output.logprobs[:rows, :columns], output.entropy[:rows, :columns], divergence)
 
     def logprobs(self, packs: Sequence[Pack], *, gradient: bool = False) -> list[tuple[int, Floats]]:
         """Return log-probs as (id, [T]); see `run_packs`."""

@@ -23,6 +23,7 @@ from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.forward import LogprobForward, RowsAndMetrics, read_model
 from vlmrl.learning.higher_precision import higher_precision
+from vlmrl.learning.inner_teacher import InnerTeacher
 from vlmrl.learning.layout_check import compare_layouts
 from vlmrl.learning.preferences import PreferenceLearner, preference_metrics
 from vlmrl.learning.settings import PolicySettings
@@ -61,6 +62,9 @@ class Policy(PreferenceLearner, WeightSender):
             scorer, self._processor, temperature=settings.temperature, bans=settings.bans, **options
         )
         self._loss = None if settings.loss is None else _load_user_loss(settings.loss)
+        self._teacher = None
+        if settings.teacher is not None:
+            self._teacher = InnerTeacher(settings.teacher, settings, processor=self._processor, where=self._device)
         self._average = None if settings.ema_beta is None else Ema(self._net, beta=settings.ema_beta)
 
     def logprobs(
@@ -137,7 +141,8 @@ class Policy(PreferenceLearner, WeightSender):
         return metrics
 
     def fit(self, packs: Sequence[Pack], total: Totals) -> dict[str, Metric]:
-        """Take one optimizer step on the mean negative log-probability of the packs' sampled tokens.
+        """Take one optimizer step on the mean negative log-probability of the packs' sampled tokens, or with a teacher
+        on a mean of that and the divergence from the teacher.
 
         Raises VlmrlError when the loss or the gradient is not finite.
         """
@@ -146,7 +151,8 @@ class Policy(PreferenceLearner, WeightSender):
                 self._backward(self._likelihood_loss(pack, total), pack, is_last=n == len(packs))
                 for n, pack in enumerate(packs, start=1)
             ]
-            return merge([*shares, self._step()])
+            counts = {} if self._teacher is None else self._teacher.take_counts()
+            return merge([*shares, counts, self._step()])
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write the full training state, from which `load_checkpoint` resumes bit for bit; `extra` is plain JSON."""
@@ -248,12 +254,19 @@ class Policy(PreferenceLearner, WeightSender):
         return share, sums
 
     def _likelihood_loss(self, pack: Pack, total: Totals) -> PackLoss:
-        output = self._forward(pack)
+        output = self._forward(pack, teacher=None if self._teacher is None else self._teacher.rows(pack))
         sampled = self._place(pack, [s.sampled for s in pack.samples], fill=False)
-        share = token_mean(-output.logprobs.float(), sampled, num_tokens=total.num_tokens)
+        losses = -output.logprobs.float()
+        sums = {"entropy": output.entropy}
+        if self._teacher is not None and output.divergence is not None:
+            sums |= {"nll": losses, "divergence": output.divergence}
+            coef = self._teacher.coef
+            # With coef 1 the log-probs need no backward pass.
+            losses = coef * output.divergence.float() + ((1 - coef) * losses if coef < 1 else 0.0)
+        share = token_mean(losses, sampled, num_tokens=total.num_tokens)
         with torch.no_grad():
-            entropy = torch.where(sampled, output.entropy.float(), 0.0).sum()
-        return share, {"entropy": entropy, "tokens": sampled.sum()}
+            totals = {name: torch.where(sampled, values.float(), 0.0).sum() for name, values in sums.items()}
+        return share, totals | {"tokens": sampled.sum()}
 
     def _pack_metrics(self, sums: dict[str, float], pack: Pack) -> dict[str, Metric]:
         tokens = sums["tokens"]
@@ -272,6 +285,11 @@ class Policy(PreferenceLearner, WeightSender):
                 "sync/logprob_diff_max": Max(sums["gap_max"]),
                 "sync/logprob_diff_mean": Mean(sums["gap"], tokens),
                 "sync/kl_rollout_train": Mean(sums["gap_kl"], tokens),
+            }
+        if "divergence" in sums:
+            metrics |= {
+                "distill/kl": Mean(sums["divergence"], tokens),
+                "distill/nll": Mean(sums["nll"], tokens),
             }
         if "weight" in sums:
             metrics |= {

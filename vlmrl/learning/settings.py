@@ -25,6 +25,18 @@ if TYPE_CHECKING:
     from vlmrl.learning.reward_trainer import RewardTrainer
     from vlmrl.learning.teacher import Teacher
     from vlmrl.models.adapter_plan import AdapterPlan
+    from vlmrl.models.divergence import Direction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerTeacherSettings:
+    """Settings of the teacher of supervised training, in the student's process; the rest are the student's."""
+
+    path: str
+    """Folder or Hub id of the teacher."""
+    direction: Direction
+    coef: float
+    """Weight of the divergence, from above 0 to 1; the rest is that of the negative log-likelihood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +57,8 @@ class PolicySettings:
     """Log-probs are of the distribution without the tokens that the engines never sample."""
     adapter: AdapterPlan | None = None
     """Only this adapter trains, starting from `actor.adapter_name_or_path` if that is set."""
+    teacher: InnerTeacherSettings | None = None
+    """For supervised training only."""
     ema_beta: float | None = None
     """Decay of the moving average of the weights per optimizer step; None: no average."""
 

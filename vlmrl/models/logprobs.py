@@ -8,7 +8,7 @@ that memory holds one slice. With z = (h W' + b) / temperature, p = softmax(z) a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +44,23 @@ class ScoringHead(nn.Linear):
         return linear
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor | None = None, *, temperature: float = 1.0, banned: tuple[int, ...] = ()
-    ) -> Tensor | TokenLogprobs:
-        """Without targets, logits [..., V] of hidden [..., D]; with targets [T], `TokenLogprobs` of hidden [T, D]."""
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        banned: tuple[int, ...] = (),
+        also: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
+    ) -> Tensor | TokenLogprobs | tuple[Tensor, Tensor, Tensor]:
+        """Without targets, logits [..., V] of hidden [..., D]; with targets [T], `TokenLogprobs` of hidden [T, D].
+
+        `also` is a function of hidden states, weight and bias, whose result [T] comes third. It is called here, because
+        ZeRO-3 has the weights only here.
+        """
         if targets is None:
             return super().forward(hidden)
-        return token_logprobs(hidden, self.weight, self.bias, targets, temperature=temperature, banned=banned)
+        output = token_logprobs(hidden, self.weight, self.bias, targets, temperature=temperature, banned=banned)
+        return output if also is None else (*output, also(hidden, self.weight, self.bias))
 
 
 def token_logprobs(
@@ -89,7 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
         offset = _offset(bias, banned, weight.shape[0], weight.device, exact)
         logprobs = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in _slices(len(hidden), slice_size // weight.shape[0]):
+        for rows in slices(len(hidden), slice_size // weight.shape[0]):
             logits = _logits(hidden[rows], weight, offset, temperature, exact)
             normalizer[rows] = logits.logsumexp(-1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalizer[rows]
@@ -116,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
         d_bias = torch.empty_like(bias) if needs_bias else None
         # Slices of the vocabulary: each row of the weight's gradient is then one product over all tokens, and needs no
         # fp32 buffer for a sum.
-        for columns in _slices(len(weight), ctx.slice_size // max(1, len(hidden))):
+        for columns in slices(len(weight), ctx.slice_size // max(1, len(hidden))):
             part = None if offset is None else offset[columns]
             log_p = _logits(hidden, weight[columns], part, ctx.temperature, normalizer.dtype).sub_(normalizer[:, None])
             if d_entropy is None:
@@ -156,6 +167,7 @@ def _offset(
     return offset
 
 
-def _slices(length: int, step: int) -> Iterator[slice]:
+def slices(length: int, step: int) -> Iterator[slice]:
+    """Cut `range(length)` into slices of `step` numbers, or of one if the step is less."""
     step = max(1, step)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -222,6 +222,15 @@ def teacher_memory(size: Sizes, *, ds: Ds, ranks: int, tokens: int, device: str,
     return _offloadable("teacher", "algo.distill", size, ds, ranks, tokens, device, is_offloaded=is_offloaded)
 
 
+def inner_teacher_memory(size: Sizes, *, ds: Ds, ranks: int) -> MemoryPart:
+    """Estimate the weights of a teacher in the actor's process: never in 4 bits; under ZeRO-3 a shard, and a copy of
+    the output layer."""
+    num_bytes = weight_bytes(size, ds.model_copy(update={"load_in_4bit": False}), ranks=ranks)
+    if ds.zero_stage == 3:
+        num_bytes += size.vocabulary * size.text.hidden * _BYTES[ds.param_dtype]
+    return MemoryPart("teacher", num_bytes, "set ds.zero_stage 3, on more GPUs, or use a smaller teacher")
+
+
 def _offloadable(
     name: str, section: str, size: Sizes, ds: Ds, ranks: int, tokens: int, device: str, *, is_offloaded: bool
 ) -> RoleMemory:

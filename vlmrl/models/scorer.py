@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vlmrl.errors import ConfigError
+from vlmrl.models.divergence import TeacherRows, token_divergence
 from vlmrl.models.logprobs import ScoringHead
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -22,6 +24,8 @@ class ScorerOutput(NamedTuple):
     """[B, T] log-probability of `input_ids[b, t]` given the tokens of its sample before it."""
     entropy: Tensor
     """[B, T] entropy, in nats, of the distribution that this token was sampled from."""
+    divergence: Tensor | None = None
+    """[B, T] KL divergence of the distribution and a teacher's; None without a teacher."""
 
 
 class ImageFeatures(NamedTuple):
@@ -81,15 +85,7 @@ class Scorer(Backbone):
 
     def __init__(self, net: PreTrainedModel) -> None:
         super().__init__(net)
-        head = net.get_output_embeddings()
-        text = net.config.get_text_config()
-        scaled = [name for name in _CHANGES_LOGITS if getattr(text, name, None) not in (None, 1, 1.0)]
-        if not isinstance(head, nn.Linear) or scaled:
-            feature = scaled[0] if scaled else "an output layer that is not linear"
-            raise ConfigError(
-                f"{type(net).__name__} has {feature}, which its log-probabilities would ignore: use another model"
-            )
-        ScoringHead.adopt(head)
+        ScoringHead.adopt(linear_head(net))
 
     def forward(
         self,
@@ -98,6 +94,7 @@ class Scorer(Backbone):
         temperature: float = 1.0,
         banned: tuple[int, ...] = (),
         features: dict[str, ImageFeatures] | None = None,
+        teacher: TeacherRows | None = None,
     ) -> ScorerOutput:
         """Score the tokens that `inputs["scored"]` marks, under the tempered distribution without the banned tokens.
 
@@ -105,11 +102,27 @@ class Scorer(Backbone):
             inputs: result of `models.inputs.model_inputs`, on the model's device.
             features: cached features by content hash; those of new images are added. Pass them only if tower and
                 projector are frozen.
+            teacher: a teacher's side of the divergence, for the scored tokens row by row. The divergence is of the
+                distributions at temperature 1, without bans.
         """
         states, targets = self.states(inputs, features=features)
-        output = self.net.get_output_embeddings()(states, targets, temperature=temperature, banned=banned)
-        scored = inputs["scored"]
-        return ScorerOutput(scatter_scored(output.logprobs, scored), scatter_scored(output.entropy, scored))
+        also = None if teacher is None else partial(token_divergence, teacher=teacher)
+        output = self.net.get_output_embeddings()(states, targets, temperature=temperature, banned=banned, also=also)
+        return ScorerOutput(*(scatter_scored(values, inputs["scored"]) for values in output))
+
+
+def linear_head(net: PreTrainedModel) -> nn.Linear:
+    """Return the output layer. Raises ConfigError for a model whose logits are more than a linear function of the
+    hidden states."""
+    head = net.get_output_embeddings()
+    text = net.config.get_text_config()
+    scaled = [name for name in _CHANGES_LOGITS if getattr(text, name, None) not in (None, 1, 1.0)]
+    if not isinstance(head, nn.Linear) or scaled:
+        feature = scaled[0] if scaled else "an output layer that is not linear"
+        raise ConfigError(
+            f"{type(net).__name__} has {feature}, which its log-probabilities would ignore: use another model"
+        )
+    return head
 
 
 def _encoder_outputs(images: list[ImageFeatures]) -> Any:

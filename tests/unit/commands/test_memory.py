@@ -51,6 +51,10 @@ def test_the_roles_are_those_that_the_run_starts(folder: Callable[..., Path]) ->
     assert names(memory_plan(sft, HOST)) == [("actor", 1)]
     rm = load(RmConfig, ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", "d"])
     assert names(memory_plan(rm, HOST)) == [("actor", 1)]
+    words = f"--actor.model_name_or_path {model} --data.prompt_dataset d --sft.teacher_model_name_or_path {model}"
+    ((taught, count),) = memory_plan(load(SftConfig, words.split()), HOST).roles
+    parts = {part.name: part.num_bytes for part in taught.parts}
+    assert (count, parts["teacher"]) == (1, parts["weights"])
 
 
 def test_a_pair_of_responses_is_one_pack_at_least(folder: Callable[..., Path]) -> None:

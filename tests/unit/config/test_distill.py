@@ -3,6 +3,7 @@
 import pytest
 
 from vlmrl.config.load import load
+from vlmrl.config.stages import SftConfig
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError
 
@@ -81,3 +82,17 @@ def test_the_teacher_shares_devices_where_the_user_says_so() -> None:
     assert "teacher" not in frozenset().union(*rl(TEACHER).pools)
     assert rl(f"{TEACHER} --train.colocate_actor_teacher").pools[0] == {"actor", "teacher"}
     assert {"actor", "teacher", "vllm"} <= rl(f"{TEACHER} --train.colocate_all").pools[0]
+
+
+def test_supervised_training_reads_the_settings_of_a_teacher_only_with_one() -> None:
+    taught = load(SftConfig, [*NEEDED, *["--sft.teacher_model_name_or_path", "t", "--sft.distill_kl", "reverse"]])
+    assert (taught.sft.distill_kl, taught.sft.distill_coef, taught.has_other_frozen_tower) == ("reverse", 0.5, True)
+    for line, message in (
+        ("--sft.distill_kl reverse", "sft.distill_kl would not be read: there is no sft.teacher_model_name_or_path"),
+        ("--sft.distill_coef 0.1", "sft.distill_coef would not be read"),
+        ("--sft.teacher_model_name_or_path t --sft.distill_coef 1.5", "less than or equal to 1"),
+        ("--sft.teacher_model_name_or_path t --sft.distill_coef 0", "greater than 0"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(SftConfig, [*NEEDED, *line.split()])
+        assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: its distribution is over the ids that the student has too."""
+"""The teachers of distillation: their distributions are over the ids that the student has too."""
 
 from __future__ import annotations
 
@@ -17,17 +17,25 @@ from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
+from vlmrl.data.packing import collect
 from vlmrl.errors import ConfigError
+from vlmrl.learning.forward import LogprobForward
+from vlmrl.learning.inner_teacher import InnerTeacher
 from vlmrl.learning.reference import Reference
-from vlmrl.learning.settings import ReferenceSettings, TeacherSettings
+from vlmrl.learning.settings import InnerTeacherSettings, PolicySettings, ReferenceSettings, TeacherSettings
 from vlmrl.learning.teacher import Teacher, vocabulary_of
 from vlmrl.models import tiny
+from vlmrl.models.attention import implementation
+from vlmrl.models.divergence import Direction
+from vlmrl.models.inputs import model_inputs
 from vlmrl.models.load import load_model
-from vlmrl.plugins import Processor, processor
-from vlmrl.types import Floats
+from vlmrl.models.scorer import Scorer
+from vlmrl.plugins import Processor, processor, processor_of
+from vlmrl.types import Floats, Sample
 
 torch.set_num_threads(1)
 VOCABULARY = 384
+DIRECTIONS: tuple[Direction, ...] = ("forward", "reverse")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +82,53 @@ def teacher(path: Path, student: Path, **options: Any) -> Teacher:
         loop=Loop(),
         **(settings(student) | options),
     ).build()
+
+
+@pytest.mark.parametrize("rows", [400, VOCABULARY, 370])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_divergence_from_an_inner_teacher_is_that_of_full_logits(
+    family: Callable[[int], Path], rows: int, direction: Direction
+) -> None:
+    where, base = torch.device("cpu"), family(VOCABULARY)
+    reader = processor_of(str(base), Columns())
+    student = load_model(str(base), dtype=torch.float32, attn_implementation=implementation("auto", where))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    options = settings(base) | {"temperature": 1.0, "bans": False}
+    teacher = InnerTeacher(
+        InnerTeacherSettings(path=str(family(rows)), direction=direction, coef=0.5),
+        PolicySettings(loop=Loop(), total_steps=1, loss=None, **options),
+        processor=reader,
+        where=where,
+    )
+    forward = LogprobForward(Scorer(student), reader, temperature=1.0, bans=False, device=where, cache_bytes=0)
+    samples = [sample for sample in batch(reader) if int(sample.tokens.max()) < rows]
+    (pack,) = packs(samples)
+    output = forward(pack, teacher=teacher.rows(pack))
+    assert output.divergence is not None
+    other = load_model(str(family(rows)), dtype=torch.float32, attn_implementation="sdpa")
+    alone = load_model(str(base), dtype=torch.float32, attn_implementation="sdpa")
+    alone.load_state_dict(student.state_dict())
+    for row, sample in zip(collect(pack, output.divergence), pack.samples, strict=True):
+        common = min(rows, VOCABULARY)
+        log_p, log_q = (logits(net, reader, sample)[:, :common].log_softmax(-1) for net in (alone, other))
+        left, right = (log_q, log_p) if direction == "forward" else (log_p, log_q)
+        places = np.flatnonzero(sample.sampled)
+        full = (left.exp() * (left - right)).sum(-1)[places - 1]
+        np.testing.assert_allclose(np.asarray(row)[places], full, atol=1e-5)
+        assert full.min() > 1e-3
+
+
+def logits(net: Any, reader: Processor, sample: Sample) -> torch.Tensor:
+    """Compute all logits [T, V] of one sample by the model's own forward pass."""
+    (pack,) = packs([sample], "padded")
+    ours = {"scored", "previous", "images", "image_places"}
+    inputs = {name: value for name, value in model_inputs(net, reader, pack).items() if name not in ours}
+    with torch.no_grad():
+        rows: torch.Tensor = net(**inputs).logits
+    return rows[0]
 
 
 def by_id(rows: list[tuple[int, Floats]]) -> list[Floats]:
