@@ -230,6 +230,8 @@ _TRL = _table("""
     num_ppo_epochs                      train.max_epochs
     ref_model                           ref.model_name_or_path
     response_length                     rollout.max_new_tokens
+    teacher_model                       algo.distill.teacher_model_name_or_path sft.teacher_model_name_or_path
+    teacher_model_name_or_path          algo.distill.teacher_model_name_or_path sft.teacher_model_name_or_path
     reward_model_name_or_path           reward.model_name_or_path
     reward_model_path                   reward.model_name_or_path
     rloo_k                              rollout.n_samples_per_prompt
