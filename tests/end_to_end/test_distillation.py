@@ -70,7 +70,9 @@ def test_a_wider_teacher_grades_what_the_policy_samples(
     check_first_step(first)
     (line, *_) = (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
     (response,) = json.loads(line)["responses"]
-    assert (response["reward"], response["advantage"] != 0) == (0.0, True)
+    assert response["reward"] == 0
+    assert response["advantage"] == pytest.approx(response["teacher_gap"])
+    assert response["teacher_gap"] != 0
 
 
 def test_supervised_training_follows_a_teacher_over_the_vocabulary(

@@ -144,8 +144,15 @@ def _after_step(
 
     def after_step(step: int, batch: ScoredBatch) -> Metrics:
         if config.logger.rollouts:
-            advantages = batch.experience.advantages
-            transcripts.write(step, batch.groups, batch.scores, batch.rewards, advantages, left_out=batch.left_out)
+            transcripts.write(
+                step,
+                batch.groups,
+                batch.scores,
+                batch.rewards,
+                batch.experience.advantages,
+                teacher_gaps=batch.teacher_gaps,
+                left_out=batch.left_out,
+            )
         return evaluations.after_step(step)
 
     return after_step

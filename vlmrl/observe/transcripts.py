@@ -35,6 +35,7 @@ class Transcripts:
         rewards: Sequence[Floats],
         advantages: Sequence[Floats],
         *,
+        teacher_gaps: Sequence[Floats] | None = None,
         left_out: Sequence[tuple[Group, Sequence[Score], Floats]] = (),
     ) -> Path:
         """Write the responses of a training step, including groups that dynamic filtering left out.
@@ -46,13 +47,16 @@ class Transcripts:
             rewards: N arrays of [G], after shaping; NaN for a response without a reward, which is written as null.
             advantages: one array of [T] per segment of each response, over all groups. The mean over the sampled tokens
                 of a response is written.
+            teacher_gaps: the same of log-prob of the teacher minus the policy's, for runs with a teacher.
             left_out: groups that dynamic filtering excluded, with their scores and rewards. They come last, without
                 advantages, and with `left_out` true.
         """
-        of_segments = iter(advantages)
+        columns = {"advantage": advantages} | ({} if teacher_gaps is None else {"teacher_gap": teacher_gaps})
+        of_segments = {name: iter(rows) for name, rows in columns.items()}
         results = [
             [
-                {"reward": _number(reward), "advantage": _mean([next(of_segments) for _ in rollout.segments], rollout)}
+                {"reward": _number(reward)}
+                | {name: _mean([next(rows) for _ in rollout.segments], rollout) for name, rows in of_segments.items()}
                 for rollout, reward in zip(group.rollouts, group_rewards, strict=True)
             ]
             for group, group_rewards in zip(groups, rewards, strict=True)

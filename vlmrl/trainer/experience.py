@@ -65,6 +65,8 @@ class ScoredBatch(NamedTuple):
     rewards: list[Floats]
     """N arrays of [G], after shaping; NaN for a response without a reward."""
     experience: Experience
+    teacher_gaps: Sequence[Floats] | None = None
+    """B arrays of [T]: log-prob of the teacher minus the policy's, 0 where not sampled; None without a teacher."""
     left_out: Sequence[tuple[Group, list[Score], Floats]] = ()
     """Groups that dynamic filtering rejected, with their scores and rewards."""
 
@@ -110,7 +112,8 @@ def make_experience(
         values=values,
         scored=shaped.has_reward,
     )
-    token_advantages, teacher_metrics = add_teacher(estimate.advantages, outputs, responses, sampled, algo.distill.coef)
+    gap = teacher_gaps(outputs, responses, sampled)
+    token_advantages = estimate.advantages if gap is None else estimate.advantages + algo.distill.coef * gap
     segment_scores = [
         score
         for group, group_scores in zip(groups, scores, strict=True)
@@ -131,9 +134,12 @@ def make_experience(
         kl_coef=kl_coef if algo.kl.use_loss else 0.0,
         span=span,
     )
-    metrics: Metrics = {"batch/tokens": float(sum(len(sample.tokens) for sample in outputs.samples))} | teacher_metrics
+    metrics: Metrics = {"batch/tokens": float(sum(len(sample.tokens) for sample in outputs.samples))}
     if kl is not None:
         metrics |= {"kl/reference": float(kl[sampled].mean()), "kl/coef": kl_coef}
+    if gap is not None and sampled.any():
+        size = algo.distill.coef * gap[sampled].abs()
+        metrics |= {"distill/kl": -float(gap[sampled].mean()), "distill/advantage_size": float(size.mean())}
     if values is not None:
         metrics["value/mean"] = float(values[sampled].mean())
     if outputs.old is not None and config.train.queue_size == 0:
@@ -141,7 +147,8 @@ def make_experience(
         check_agreement(config, agreement)
         metrics |= agreement
     rewards = list(shaped.rewards.masked_fill(~shaped.has_reward, torch.nan).numpy())
-    return ScoredBatch(groups=groups, scores=scores, rewards=rewards, experience=experience), metrics
+    gaps = None if gap is None else responses.split(gap.numpy())
+    return ScoredBatch(groups, scores, rewards, experience, gaps), metrics
 
 
 def shaped_rewards(config: RlConfig, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> ShapedRewards:
@@ -251,20 +258,12 @@ def reference_kl(outputs: ModelOutputs, responses: EndToEnd, sampled: Tensor, *,
     return torch.where(sampled, kl, 0.0)
 
 
-def add_teacher(
-    advantages: Tensor, outputs: ModelOutputs, responses: EndToEnd, sampled: Tensor, coef: float
-) -> tuple[Tensor, Metrics]:
-    """Add the teacher's term to the advantages [B, T] of the sampled tokens; returns them with its metrics.
-
-    Responses without a reward get it too, and are left out of the loss with it. Does nothing without a teacher.
-    """
+def teacher_gaps(outputs: ModelOutputs, responses: EndToEnd, sampled: Tensor) -> Tensor | None:
+    """Log-probs of the teacher minus those of the policy, [B, T], 0 where not sampled; None without a teacher."""
     if outputs.teacher is None:
-        return advantages, {}
+        return None
     assert outputs.old is not None, "a teacher is compared with the log-probs before the update"
-    gap = teacher_gap(pad(responses.join(outputs.old)), pad(responses.join(outputs.teacher)), sampled)
-    of_tokens = gap[sampled].double()
-    metrics = {"distill/kl": -float(of_tokens.mean()), "distill/advantage_size": coef * float(of_tokens.abs().mean())}
-    return advantages + coef * gap, metrics if len(of_tokens) else {}
+    return teacher_gap(pad(responses.join(outputs.old)), pad(responses.join(outputs.teacher)), sampled)
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:

@@ -99,8 +99,10 @@ def test_a_teacher_alone_is_the_whole_advantage() -> None:
     teacher = [row + np.float32(0.25) for row in old]
     outputs = ModelOutputs(samples, old, teacher=teacher)
     batch, _ = make_experience(settings, groups, [[Score(0.0)] * 2] * 2, outputs, kl_coef=0.0)
-    for sample, row in zip(samples, batch.experience.advantages, strict=True):
+    assert batch.teacher_gaps is not None
+    for sample, row, gap in zip(samples, batch.experience.advantages, batch.teacher_gaps, strict=True):
         np.testing.assert_allclose(row, np.where(sample.sampled, 0.25, 0), atol=1e-6)
+        np.testing.assert_allclose(gap, row, atol=1e-6)
 
 
 def test_kl_in_the_loss_passes_the_reference_on_and_keeps_advantages() -> None:
