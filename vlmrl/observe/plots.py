@@ -69,7 +69,8 @@ def draw_curves(metrics_file: Path, out: Path) -> None:
 
 
 def _draw_reward(axes: Axes, records: Records) -> bool:
-    """Draw the reward with its standard deviation and pass@1 of each evaluation set; without a reward, the loss."""
+    """Draw the reward with its standard deviation and pass@1 of each evaluation set; without a reward, the KL to the
+    teacher, or the loss."""
     steps, mean = _curve(records, "reward/mean")
     drawn = False
     if len(steps):
@@ -79,10 +80,12 @@ def _draw_reward(axes: Axes, records: Records) -> bool:
         _line(axes, steps, mean, _BLUE, "training reward")
         drawn = True
     else:
-        steps, mean = max((_curve(records, name) for name in _LOSSES), key=lambda curve: len(curve[0]))
+        loss = max(("distill/kl", *_LOSSES), key=lambda name: len(_curve(records, name)[0]))
+        steps, mean = _curve(records, loss)
         if len(steps):
-            axes.set_title("loss", loc="left", fontweight="bold")
-            _line(axes, steps, mean, _BLUE, "training loss")
+            title = "KL to the teacher" if loss == "distill/kl" else "loss"
+            axes.set_title(title, loc="left", fontweight="bold")
+            _line(axes, steps, mean, _BLUE, f"training {title}")
             drawn = True
     names = {name for record in records for name in record}
     # A policy has pass@1, a reward model the accuracy of its preferences.

@@ -31,6 +31,7 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("response/tokens_mean", "tokens/response", lambda v: f"{v:.0f}"),
     ("sync/logprob_diff_max", "engine-trainer", lambda v: f"{v:.1e}"),
     ("kl/reference", "kl", lambda v: f"{v:.2e}"),
+    ("distill/kl", "kl to teacher", lambda v: f"{v:.3f}"),
     ("throughput/tokens_per_s", "tokens/s", lambda v: f"{v:,.0f}"),
     ("time/step_s", "s/step", lambda v: f"{v:.1f}"),
 )

@@ -33,6 +33,7 @@ RUNS: dict[str, list[dict[str, Any]]] = {
     ],
     "negative rewards": [EVALUATION, rl(1) | {"reward/mean": -7.0}],
     "numbers that are missing": [rl(1) | {"reward/mean": None, "time/rollout_s": None}, rl(2)],
+    "a teacher alone": [SFT | {"distill/kl": 0.5}, SFT | {"step": 2, "distill/kl": 0.3}],
     "unknown names": [{"step": 1, "area/quantity": 1.0, "time/thinking_s": 1.0}],
 }
 
