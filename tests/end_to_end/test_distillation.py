@@ -110,6 +110,7 @@ def test_a_teacher_that_is_the_student_changes_nothing(tiny_model: Callable[...,
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(1200)
 def test_distillation_brings_a_student_to_its_teacher_in_fewer_steps_than_grpo_needs(tmp_path: Path) -> None:
     script = [sys.executable, str(EXAMPLES / "compare_distillation.py"), "--out", str(tmp_path)]
     run = subprocess.run(script, capture_output=True, text=True, check=False)
