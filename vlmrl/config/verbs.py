@@ -170,7 +170,7 @@ class RlConfig(TrainingConfig, AgentConfig):
     def conflicts(self) -> list[str]:
         return [
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
-            *algo.conflicts_of_batch(self.rollout, self.train, self.algo, rewards_vary=self.rewards_vary),
+            *algo.conflicts_of_batch(self.rollout, self.train, self.algo, rewards_vary=self._estimator_has_input),
             *algo.conflicts_of_correction(self.actor, self.algo.advantage),
             *(() if self.has_teacher else reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent)),
             *(self._conflicts_of_teacher() if self.has_teacher else ()),
@@ -187,14 +187,19 @@ class RlConfig(TrainingConfig, AgentConfig):
         ]
 
     def _conflicts_of_teacher(self) -> list[str]:
-        kl = self.algo.kl
         return distill.conflicts_of_distill(
             filters=self.algo.dynamic_filtering_enable,
-            rewards_vary=self.rewards_vary or (kl.init_coef > 0 and not kl.use_loss),
+            rewards_vary=self._estimator_has_input,
             critic_of=self.algo.advantage.estimator if self.has_critic else None,
             can_check=reward.has_source(self.reward, has_agent=self.has_agent),
             evaluates=self.evaluates,
         )
+
+    @property
+    def _estimator_has_input(self) -> bool:
+        """Rewards, or a KL penalty in them, reach the estimator."""
+        kl = self.algo.kl
+        return self.rewards_vary or (kl.init_coef > 0 and not kl.use_loss)
 
     def resolve(self) -> None:
         """Drop the default reward functions where a teacher grades the responses and the user names none."""

@@ -41,9 +41,11 @@ def test_a_teacher_may_be_beside_rewards() -> None:
     assert rl(f"{TEACHER} --reward.overlong_buffer_len 16").rewards_vary
     measured = rl(f"{TEACHER} --eval.dataset e", *MATH)
     assert (measured.rewards_vary, measured.scores_responses) == (False, True)
-    assert "without a group to compare" in refused(
-        f"{TEACHER} --reward.functions math --rollout.n_samples_per_prompt 1 --rollout.batch_size 128"
-    )
+    for reward in ("--reward.functions math", "--algo.kl.init_coef 0.1"):
+        one = "--rollout.n_samples_per_prompt 1 --rollout.batch_size 128"
+        assert "without a group to compare" in refused(f"{TEACHER} {reward} {one}")
+    in_loss = "--algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator k3"
+    assert not rl(f"{TEACHER} {in_loss} {one}").rewards_vary
 
 
 @pytest.mark.parametrize(
