@@ -27,6 +27,7 @@ from vlmrl.commands.bench.output import print_json, print_table
 from vlmrl.commands.bench.speedup import Mode, Seconds, averaged, modes, results, warm_up
 from vlmrl.commands.rl import make_rollouts
 from vlmrl.commands.rl_checks import make_checks
+from vlmrl.config.agent import Agent
 from vlmrl.config.bench import Asynchrony
 from vlmrl.config.bench_verbs import AsyncBench
 from vlmrl.config.verbs import RlConfig
@@ -111,7 +112,10 @@ def run_settings(config: AsyncBench, mode: Mode, rows: Path) -> RlConfig:
     }
     if has_agent:
         context_len = _MESSAGE_TOKENS + bench.turns * (tokens + _MESSAGE_TOKENS)
-        limits = {"max_turns": bench.turns, "context_len": context_len}
+        limits: dict[str, Any] = {"max_turns": bench.turns, "context_len": context_len}
+        # An environment that waits for minutes does not hang.
+        limits["step_limit_s"] = Agent().step_limit_s + bench.step_s
+        limits["episode_limit_s"] = Agent().episode_limit_s + bench.turns * bench.step_s
         settings["agent"] = config.agent.model_dump(exclude_unset=True) | limits
         train["agent_func_path"] = _ENVIRONMENT
     else:

@@ -64,6 +64,12 @@ def test_the_runs_differ_only_in_how_they_are_asynchronous(workload: str, mode: 
     assert settings.model_copy(update={"train": train.model_copy(update=changed)}) == synchronous
 
 
+def test_an_environment_may_take_longer_than_the_limits_of_a_run(tmp_path: Path) -> None:
+    config = bench(**{"bench.step_s": 100.0, "bench.turns": 20})
+    agent = run_settings(config, SYNCHRONOUS, tmp_path / "rows.jsonl").agent
+    assert (agent.step_limit_s, agent.episode_limit_s) == (160.0, 2600.0)
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_engines_and_trainer_have_different_cores() -> None:
     code = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print(flush=True)"
