@@ -251,3 +251,11 @@ def test_the_critic_has_an_adapter_of_its_own(model: str) -> None:
     assert frozen is not None
     assert everywhere.groups == {"language", "vision", "projector"}
     assert frozen.groups == {"language"}
+
+
+@pytest.mark.parametrize(("words", "placed"), [("", ["actor"]), ("--eval.generate_enable true", ["actor", "vllm"])])
+def test_supervised_training_places_engines_only_where_it_samples(words: str, placed: list[str]) -> None:
+    needed = "--actor.model_name_or_path m --data.prompt_dataset d --eval.dataset e"
+    config = load(SftConfig, f"{needed} {words}".split())
+    machines = Session((Node(id="", num_cpus=8, num_gpus=0),))
+    assert [role.name for role in plan_arguments(config, machines)["roles"]] == placed
