@@ -124,7 +124,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         ("train: {batch_size: 8}", "sft"),
         ("data: {output_key: message}", "sft"),
         ("rm: {kind: process}", "rm"),
-        ("data: {chosen_key: better}", "rm"),
+        ("dpo: {beta: 0.2}", "dpo"),
+        ("{data: {chosen_key: good}, ref: {num_nodes: 1}}", "dpo"),
+        ("{data: {chosen_key: good}, rm: {loss_type: logexp}}", "rm"),
     ],
 )
 def test_doctor_recognises_the_verb_of_a_file(calls: list[Any], text: str, verb: str, tmp_path: Path) -> None:

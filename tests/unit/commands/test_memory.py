@@ -9,11 +9,11 @@ import pytest
 
 from vlmrl.commands.memory import GIB, Machine, MemoryPlan, largest_pack, memory_plan, show
 from vlmrl.config.load import load
-from vlmrl.config.stages import RmConfig, SftConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
 from vlmrl.models.load import skeleton
-from vlmrl.plugins import processor
+from vlmrl.plugins import processor, processor_of
 
 HOST = Machine("cpu", 64.0 * GIB, 64.0 * GIB)
 GPU = Machine("cuda", 80.0 * GIB, 256.0 * GIB)
@@ -64,6 +64,18 @@ def test_a_pair_of_responses_is_one_pack_at_least(folder: Callable[..., Path]) -
         return largest_pack(config, processor(str(folder("qwen3")), min_pixels=3136, max_pixels=100_000), 1)[0]
 
     assert (longest("outcome"), longest("process")) == (200, 100)
+
+
+def test_preferences_have_a_reference_unless_it_is_the_base_or_computed_before(folder: Callable[..., Path]) -> None:
+    def dpo(line: str = "") -> DpoConfig:
+        return load(DpoConfig, f"--actor.model_name_or_path {folder('qwen3')} --data.prompt_dataset d {line}".split())
+
+    assert names(memory_plan(dpo("--ref.num_gpus_per_node 2"), HOST)) == [("actor", 1), ("ref", 2)]
+    for line in ("--dpo.precompute_reference", "--ds.lora.rank 4", "--dpo.loss orpo"):
+        assert names(memory_plan(dpo(line), HOST)) == [("actor", 1)]
+    small = dpo("--train.batch_size 1 --data.max_len 100 --train.max_tokens_per_gpu 50")
+    # Both responses of a pair are in one pack.
+    assert largest_pack(small, processor_of(small.actor.model_name_or_path, small.data), 1) == (200, 0)
 
 
 def test_image_features_are_counted_where_they_are_kept(folder: Callable[..., Path]) -> None:

@@ -1,0 +1,117 @@
+"""The reference that is computed before training. Whole runs: end_to_end/test_dpo.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlmrl.commands.dpo import _precomputed
+from vlmrl.config.load import load
+from vlmrl.config.stages import DpoConfig
+from vlmrl.data.judgements import Judged, mismatched
+from vlmrl.data.pairs import Pairs
+from vlmrl.observe.run_folder import RunFolder
+from vlmrl.types import Floats, Metrics, Sample
+
+
+def sample(number: int) -> Sample:
+    tokens = np.array([number, 7, number])
+    return Sample(tokens, np.array([False, False, True]), group=number // 2, response=number, source=f"toy:{number}")
+
+
+class Rows:
+    """Ten rows, drawn in order."""
+
+    num_rows = 10
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.num_draws = 0
+
+    def _next(self, count: int) -> range:
+        start, self.position = self.position, self.position + count
+        self.num_draws += 1
+        return range(start, self.position)
+
+    def draw_pairs(self, count: int) -> tuple[Pairs, Metrics]:
+        samples = [sample(2 * (row % 10) + place) for row in self._next(count) for place in (0, 1)]
+        return Pairs(samples, np.zeros(count, dtype=np.float32)), {}
+
+    def draw_judged(self, count: int) -> tuple[Judged, Metrics]:
+        return Judged([sample(row % 10) for row in self._next(count)], np.arange(count) % 2 == 0), {}
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Counted:
+    """A model whose log-prob of a token is minus that token; it counts what it scores."""
+
+    def __init__(self) -> None:
+        self.scored: list[Sample] = []
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        self.scored += samples
+        return [-sample.tokens.astype(np.float32) for sample in samples]
+
+
+class Report:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def config(*words: str) -> DpoConfig:
+    needed = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--dpo.precompute_reference"]
+    return load(DpoConfig, [*needed, *words])
+
+
+def compute(settings: DpoConfig, folder: Path, rows: Rows, model: Counted, *sets: Any) -> Any:
+    return _precomputed(settings, RunFolder(folder), rows, sets, model, Report())  # type: ignore[arg-type]
+
+
+def test_every_row_of_the_run_is_scored_once_also_by_a_resumed_run(tmp_path: Path) -> None:
+    settings = config("--train.batch_size", "4", "--train.max_epochs", "2")
+    held_out = Pairs([sample(90), sample(91)], np.zeros(1, dtype=np.float32))
+    rows, model = Rows(), Counted()
+    cache = compute(settings, tmp_path, rows, model, held_out)
+    # 20 rows of two epochs: 5 steps of 4. Ten pairs are distinct.
+    assert len(model.scored) == 2 + 20
+    assert rows.position == 0
+    assert cache.values([sample(3), sample(91)]).tolist() == [-3.0, -91.0]
+    again, other = Rows(), Counted()
+    assert compute(settings, tmp_path, again, other, held_out).values([sample(3)]).tolist() == [-3.0]
+    assert (other.scored, again.num_draws) == ([], 0)
+
+
+def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    class Dying(Counted):
+        def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+            if self.scored:
+                raise RuntimeError("killed")
+            return super().logprobs(samples)
+
+    settings = config("--train.batch_size", "5")
+    with pytest.raises(RuntimeError, match="killed"):
+        compute(settings, tmp_path, Rows(), Dying())
+    model = Counted()
+    compute(settings, tmp_path, Rows(), model)
+    assert [row.tokens[0] for row in model.scored] == list(range(10, 20))
+
+
+def test_kto_also_needs_responses_to_other_prompts(tmp_path: Path) -> None:
+    settings = config("--train.batch_size", "5", "--dpo.loss", "kto")
+    rows, model = Rows(), Counted()
+    cache = compute(settings, tmp_path, rows, model)
+    first = [sample(number) for number in range(5)]
+    assert cache.missing([*first, *mismatched(first)]) == []
+    assert len(model.scored) == 2 * (5 + 5)
