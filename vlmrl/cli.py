@@ -31,6 +31,7 @@ Reinforcement learning of language and vision-language models.
   rm             training of a reward model on preferences, or on labelled steps
   dpo            learning from preferences among responses, without sampling: DPO, IPO, KTO, ORPO, SimPO, BCO, MPO
   eval           evaluation on held-out prompts, scored by the reward functions
+  generate       responses to the rows of a dataset, as rows for sft and for preferences
   bench sync     throughput of weight sync from the trainer to the engines
   bench rollout  throughput of the engines
   bench agents   throughput of conversations with environments, and of the same tokens without them
@@ -46,7 +47,8 @@ Reinforcement learning of language and vision-language models.
                  with --self-test: check it with tiny models, in about two minutes;
                  with --config FILE.yaml: estimate the memory of a run's roles, and whether they fit
 
-`vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft, rm, dpo and eval checks them and prints the plan.
+`vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft, rm, dpo, eval and generate checks them and prints
+the plan.
 """
 
 _GRACE_S = 60.0
@@ -67,6 +69,7 @@ _ELSEWHERE = {
     "train_dpo": "vlmrl dpo does it",
     **{name: f"vlmrl dpo does it, with --dpo.loss {name}" for name in ("ipo", "kto", "orpo", "simpo", "bco", "mpo")},
     "evaluate": "vlmrl eval does it",
+    "batch_inference": "vlmrl generate does it",
     **dict.fromkeys(("serve_rm", "serve-reward"), "vlmrl serve-rm does it"),
     **dict.fromkeys(("export", "merge_lora", "lora_combiner"), "vlmrl merge does it"),
     **dict.fromkeys(("env", "check", "self-test", "selftest"), "vlmrl doctor does it"),
@@ -162,6 +165,17 @@ def _eval(words: list[str]) -> int:
 
         with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
             evaluate(arguments.config, dry_run=arguments.dry_run)
+    return 0
+
+
+def _generate(words: list[str]) -> int:
+    from vlmrl.config.verbs import GenerateConfig
+
+    if (arguments := _parse(GenerateConfig, words, has_dry_run=True)) is not None:
+        from vlmrl.commands.generate import generate
+
+        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
+            generate(arguments.config, dry_run=arguments.dry_run)
     return 0
 
 
@@ -358,6 +372,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "rm": _rm,
     "dpo": _dpo,
     "eval": _eval,
+    "generate": _generate,
     "bench": _bench,
     "serve": _serve,
     "serve-rm": _serve_rm,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.data.fingerprint import Fingerprint
 from vlmrl.data.judgements import Judged
 from vlmrl.data.labelled_steps import LabelledSteps
 from vlmrl.data.pairs import Pairs
@@ -124,6 +125,16 @@ class RemotePrompts:
         sets = self._group.call(lambda source: source.evaluation())[0]
         self._show_warnings(math.inf)
         return sets
+
+    def evaluation_rows(self, start: int, count: int) -> list[Prompt]:
+        """Return the prompts of up to `count` evaluation rows, from row `start` of all sets on."""
+        prompts = self._group.call(lambda source: source.evaluation_rows(start, count))[0]
+        self._show_warnings(math.inf)
+        return prompts
+
+    def evaluation_fingerprints(self) -> tuple[int, list[Fingerprint]]:
+        """Return the number of evaluation rows, and what identifies the data of each set."""
+        return self._group.call(lambda source: source.evaluation_fingerprints())[0]
 
     @property
     def num_rows(self) -> int:

@@ -31,7 +31,7 @@ from vlmrl.config.dump import dump_yaml
 from vlmrl.config.num_steps import last_step_from
 from vlmrl.config.stages import DpoConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
-from vlmrl.config.verbs import EvalConfig, RlConfig
+from vlmrl.config.verbs import EvalConfig, GenerateConfig, RlConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.lock import refuse_if_locked, run_lock
@@ -96,6 +96,8 @@ def check_folder(config: AnyConfig, folder: RunFolder) -> None:
     """Check that this run may write to the folder; see `RunFolder.check`."""
     learns = not isinstance(config, EvalConfig)
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
+    if isinstance(config, GenerateConfig) and folder.responses.is_file():
+        return  # `commands.generate` compares the settings
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)), learns=learns)
 
 

@@ -45,7 +45,8 @@ def help_text(kind: type[VerbConfig], *, has_dry_run: bool) -> str:
     for name, field in kind.model_fields.items():
         section = subsection(field)
         assert section is not None, "a verb's settings lie in sections"
-        lines += ["", f"{name}: {_one_line(section.__doc__)}", *_settings(kind, f"{name}.", width)]
+        if shown := list(_settings(kind, f"{name}.", width)):
+            lines += ["", f"{name}: {_one_line(section.__doc__)}", *shown]
     return "\n".join(lines)
 
 

@@ -3,10 +3,11 @@
 from vlmrl.config import bench_verbs as bench
 from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import EvalConfig, MergeConfig, PolicyServeConfig, RlConfig, ServeConfig
+from vlmrl.config.verbs import EvalConfig, GenerateConfig, MergeConfig, PolicyServeConfig, RlConfig, ServeConfig
 
 VERBS: tuple[type[VerbConfig], ...] = (
-    *(RlConfig, SftConfig, RmConfig, DpoConfig, EvalConfig, MergeConfig, PolicyServeConfig, ServeConfig),
+    *(RlConfig, SftConfig, RmConfig, DpoConfig, EvalConfig, GenerateConfig, MergeConfig, PolicyServeConfig),
+    ServeConfig,
     *(bench.SyncBench, bench.RolloutBench, bench.AgentsBench, bench.AsyncBench),
     *(bench.StepBench, bench.SftBench, bench.DpoBench, bench.LogprobsBench),
 )

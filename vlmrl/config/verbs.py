@@ -1,8 +1,10 @@
 """The settings of each verb, composed of sections, and the checks that cross sections."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from vlmrl.config import adapters, agent, algo, data, distill, gateway, reward, roles, rollout, train
+from pydantic import model_validator
+
+from vlmrl.config import adapters, agent, algo, data, distill, gateway, generate, reward, roles, rollout, train
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.algo import Algo
@@ -13,8 +15,9 @@ from vlmrl.config.critic import Critic
 from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.gateway import Gateway
+from vlmrl.config.generate import Generate, GenerateData, GenerateRollout
 from vlmrl.config.merge import Merge
-from vlmrl.config.names import all_but, is_given
+from vlmrl.config.names import all_but, is_given, settings
 from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rollout import Eval, EvalOnly, Rollout
 from vlmrl.config.serve import Serve
@@ -248,6 +251,68 @@ class EvalConfig(AgentConfig):
             *reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent),
             *rollout.conflicts_of_eval(self.eval),
         ]
+
+
+class GenerateConfig(EvalConfig):
+    """Batch generation: sample responses to the rows of a dataset, and write them as rows for other verbs.
+
+    It samples and scores like an evaluation of all rows, whose settings follow from those of the data.
+    """
+
+    verb: ClassVar[str] = "generate"
+    omits: ClassVar[frozenset[str]] = (
+        (EvalConfig.omits - settings(Rollout, "rollout.").keys())
+        | frozenset({"rollout.max_tokens_per_gpu", "train.agent_func_path"})
+        | settings(EvalOnly, "eval.").keys()
+        | settings(Agent, "agent.").keys()
+        | settings(Gateway, "gateway.").keys()
+    )
+
+    data: GenerateData
+    generate: Generate = Generate()
+    rollout: GenerateRollout = GenerateRollout()
+    eval: EvalOnly = EvalOnly.model_construct(set(), dataset="")  # not given: see `resolve_rows`
+
+    def unread(self) -> Unread:
+        return (
+            data.unread_of_columns(self.data)
+            | reward.unread_of_sources(self.reward)
+            | generate.unread_of_generate(self.generate, self.rollout)
+        )
+
+    def conflicts(self) -> list[str]:
+        return generate.conflicts_of_generate(self.generate, self.rollout, self.reward)
+
+    @property
+    def keep(self) -> str:
+        """`generate.keep` with its default filled in."""
+        return generate.keep_of(self.generate, self.rollout)
+
+    @property
+    def has_scores(self) -> bool:
+        """Responses are scored."""
+        return bool(self.reward.functions) or self.reward.remote_url is not None
+
+    @model_validator(mode="after")
+    def resolve_rows(self) -> Self:
+        """Set the rows and the sampling of the evaluation that this is."""
+        # The settings are frozen, and this validator is still constructing them.
+        self.__dict__["eval"] = EvalOnly(
+            dataset=self.data.prompt_dataset,
+            split=self.data.prompt_split,
+            max_samples=self.data.max_samples,
+            temperature=self.rollout.temperature,
+            n_samples_per_prompt=generate.num_responses(self.rollout),
+        )
+        return self
+
+    @model_validator(mode="after")
+    def drop_unneeded_rewards(self) -> Self:
+        """Drop the default reward functions where rows are written without scores: the data need no labels then."""
+        has_source = is_given(self.reward, "functions") or self.reward.remote_url is not None
+        if self.keep == "all" and not has_source:
+            self.__dict__["reward"] = self.reward.model_copy(update={"functions": {}})
+        return self
 
 
 class PolicyServeConfig(VerbConfig):

@@ -147,14 +147,14 @@ class PromptStream:
         self._position += n
         return prompts
 
-    def all_prompts(self, limit: int, *, part_of: int = 0) -> list[Prompt]:
-        """Return up to `limit` prompts in row order, for evaluation; the stream does not advance.
+    def all_prompts(self, limit: int, *, start: int = 0, part_of: int = 0) -> list[Prompt]:
+        """Return up to `limit` prompts in row order, from row `start` on; the stream does not advance.
 
         Held-out rows are part of a dataset of `part_of` rows: dropped rows are then counted as a fraction of all of it.
         """
-        indices = [RowIndex(s, row) for s, source in enumerate(self._sources) for row in range(len(source))][:limit]
-        prompts = self._prompts(indices, 0, {})
-        self._check_dropped(len(indices), part_of=part_of)
+        rows = [RowIndex(s, row) for s, source in enumerate(self._sources) for row in range(len(source))]
+        prompts = self._prompts(rows[start : start + limit], start, {})
+        self._check_dropped(min(start + limit, len(rows)), part_of=part_of)
         return prompts
 
     def labels(self, limit: int, *, limit_s: float) -> dict[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +16,7 @@ from vlmrl.config.data import Columns, Data
 from vlmrl.config.rollout import HeldOut
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.duplicates import Duplicates, find_duplicates
+from vlmrl.data.fingerprint import Fingerprint, fingerprint
 from vlmrl.data.held_out import hold_out
 from vlmrl.data.judgements import Judged, check_classes, collate_judged
 from vlmrl.data.labelled_steps import LabelledSteps, StepStream, collate_steps
@@ -223,6 +226,28 @@ class Source:
                 name, number = f"{rows.name}-{number}", number + 1
             sets[name] = stream.all_prompts(len(rows), part_of=part_of)
         return sets
+
+    def evaluation_rows(self, start: int, count: int) -> list[Prompt]:
+        """Return the prompts of up to `count` evaluation rows, from row `start` of all sets on."""
+        prompts: list[Prompt] = []
+        first = 0
+        for rows, stream, part_of in self._streams_of_rows:
+            begin, end = max(start - first, 0), min(start + count - first, len(rows))
+            if begin < end:
+                of_set = stream.all_prompts(end - begin, start=begin, part_of=part_of)
+                prompts += [replace(prompt, index=prompt.index + first) for prompt in of_set]
+            first += len(rows)
+        return prompts
+
+    def evaluation_fingerprints(self) -> tuple[int, list[Fingerprint]]:
+        """Return the number of evaluation rows, and what identifies the data of each set."""
+        streams = self._streams_of_rows
+        fingerprints = [fingerprint(hasher) for _, stream, _ in streams for hasher in stream.hashers]
+        return sum(len(rows) for rows, _, _ in streams), fingerprints
+
+    @cached_property
+    def _streams_of_rows(self) -> list[tuple[Rows, PromptStream, int]]:
+        return list(self._evaluation_streams())
 
     def _evaluation_streams(self) -> Iterator[tuple[Rows, PromptStream, int]]:
         """Yield the rows of `eval.dataset`, then the held-out training rows, each with its prompts and the number of

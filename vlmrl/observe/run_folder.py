@@ -58,6 +58,11 @@ class RunFolder:
         return self.root / "rollouts"
 
     @property
+    def responses(self) -> Path:
+        """All responses of batch generation so far."""
+        return self.root / "responses.journal"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

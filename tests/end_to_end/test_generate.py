@@ -1,0 +1,87 @@
+"""`vlmrl generate` on the real stack: rows of responses, which other verbs read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipes import read_metrics, steps_of
+
+from vlmrl.commands.generate import generate
+from vlmrl.commands.sft import train_sft
+from vlmrl.config.load import load
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import GenerateConfig
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+QUESTIONS = "visual_math?families=count+clock&pixels=112&size=10"
+
+
+def words(flags: dict[str, Any]) -> list[str]:
+    return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def flags_of(model: str, out: Path, reward: str) -> dict[str, Any]:
+    return {
+        "actor.model_name_or_path": model,
+        "data.prompt_dataset": QUESTIONS,
+        "reward.functions": "{}",
+        "reward.remote_url": reward,
+        "rollout.n_samples_per_prompt": 4,
+        "rollout.batch_size": 4,
+        "rollout.max_new_tokens": 8,
+        "vllm.cpu_kv_cache_gib": 0.25,
+        "ds.param_dtype": "fp32",
+        "ckpt.output_dir": out,
+    }
+
+
+def test_pairs_of_responses_with_their_images(
+    tiny_model: Callable[..., str], tmp_path: Path, digits_reward: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "generated"
+    flags = flags_of(tiny_model("qwen2_5_vl"), out, digits_reward)
+    generate(load(GenerateConfig, words(flags | {"generate.keep": "pairs"})))
+    pairs = read_rows(out / "generated.jsonl")
+    assert pairs
+    assert all(row["margin"] > 0 and row["chosen"] != row["rejected"] for row in pairs)
+    assert all((out / image).is_file() for row in pairs for image in row["images"])
+    *_, last = read_metrics(out)
+    assert (last["generate/rows"], last["generate/responses"], last["generate/written"]) == (10, 40, len(pairs))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["generate/written"] == len(pairs)
+
+
+@pytest.mark.prove
+def test_self_improvement_after_a_kill(tiny_model: Callable[..., str], tmp_path: Path, digits_reward: str) -> None:
+    """Responses of two engines are sampled once, survive a kill, and are the targets of supervised training."""
+    model, out = tiny_model("qwen2_5_vl"), tmp_path / "generated"
+    flags = flags_of(model, out, digits_reward) | {"vllm.num_engines": 2}
+    generate(load(GenerateConfig, words(flags)))
+    journal = (out / "responses.journal").read_bytes()
+    lines = journal.splitlines(keepends=True)
+    assert len(lines) == 1 + 10 + 3  # header, prompts, ends of batches of 4, 4 and 2
+    (out / "responses.journal").write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
+    rows = tmp_path / "best" / "rows.jsonl"
+    generate(load(GenerateConfig, words(flags | {"generate.keep": "best", "generate.output": rows})))
+    assert (out / "responses.journal").read_bytes() == journal, "the same responses are sampled again, and no others"
+    assert [row["source"] for row in read_rows(rows)] == [f"visual_math:{i}" for i in range(10)]
+    training = {
+        "actor.model_name_or_path": model,
+        "data.prompt_dataset": rows,
+        "train.batch_size": 8,
+        "train.max_steps": 1,
+        "ds.param_dtype": "fp32",
+        "ckpt.output_dir": tmp_path / "sft",
+    }
+    train_sft(load(SftConfig, words(training)))
+    (step,) = steps_of(tmp_path / "sft")
+    assert step["data/rows_dropped"] == 0
+    assert step["vision/tower_calls"] > 0

@@ -1,0 +1,103 @@
+"""The rows that `vlmrl generate` reads and writes, and their checks."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section, Text, Unread
+from vlmrl.config.data import Columns
+from vlmrl.config.reward import Scoring
+from vlmrl.config.rollout import Rollout
+
+OUTPUT_SUFFIXES = (".jsonl", ".parquet")
+
+
+class Generate(Section):
+    """The rows that are written."""
+
+    output: Text | None = None
+    """File of the rows, .jsonl or .parquet; by default `generated.jsonl` in `ckpt.output_dir`. Images lie beside it, in
+    `images/`. The file appears when all responses are complete; until then they are in `ckpt.output_dir`, and the same
+    command goes on after a kill."""
+    keep: Literal["all", "best", "pairs", "labels"] | None = None
+    """Rows made of the responses to a prompt. `all`: every response is a row, in the column `answer`; `best`: the one
+    with the highest score, the first of equals, in `answer` (for `sft`); `pairs`: the best and the worst in `chosen`
+    and `rejected` if their scores differ (for preferences); `labels`: every response in `response`, with a `label` that
+    says whether it is good. By default `best` with `rollout.best_of`, else `all`. It may be changed later without
+    sampling again."""
+    min_score: float | None = None
+    """With `generate.keep best` and `pairs`, prompts whose best response has a lower score make no row."""
+    label_threshold: float = 0.5
+    """With `generate.keep labels`, a response is good if its score is above this."""
+
+
+class GenerateData(Columns):
+    """The dataset whose rows are responded to, in their order."""
+
+    prompt_dataset: Text
+    """Dataset, named as for `vlmrl rl`; several are separated by commas."""
+    prompt_split: str = "train"
+    """Split of the dataset."""
+    max_samples: PositiveInt = 100_000_000
+    """Use at most this many rows of each dataset."""
+
+
+class GenerateRollout(Rollout):
+    """Sampling of responses."""
+
+    batch_size: PositiveInt = 128
+    """Prompts that are responded to before their responses are written; those of an unfinished batch are sampled again
+    after a kill."""
+    n_samples_per_prompt: PositiveInt = 1
+    """Responses per prompt."""
+    best_of: Annotated[int, Field(ge=2)] | None = None
+    """Rejection sampling: sample so many responses per prompt, and write the one with the highest score."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus sampling."""
+
+
+def keep_of(generate: Generate, rollout: GenerateRollout) -> Literal["all", "best", "pairs", "labels"]:
+    """Return `generate.keep` with its default filled in."""
+    return generate.keep or ("all" if rollout.best_of is None else "best")
+
+
+def needs_scores(generate: Generate, rollout: GenerateRollout) -> bool:
+    """Whether the rows depend on the scores of responses."""
+    return keep_of(generate, rollout) != "all"
+
+
+def num_responses(rollout: GenerateRollout) -> int:
+    """Return the responses per prompt."""
+    return rollout.best_of or rollout.n_samples_per_prompt
+
+
+def unread_of_generate(generate: Generate, rollout: GenerateRollout) -> Unread:
+    unread, keep = {}, keep_of(generate, rollout)
+    if keep not in ("best", "pairs"):
+        unread["generate.min_score"] = f"generate.keep is {keep}"
+    if keep != "labels":
+        unread["generate.label_threshold"] = f"generate.keep is {keep}"
+    if rollout.best_of is not None:
+        unread["rollout.n_samples_per_prompt"] = "rollout.best_of is the number of responses per prompt"
+    return unread
+
+
+def conflicts_of_generate(generate: Generate, rollout: GenerateRollout, scoring: Scoring) -> list[str]:
+    conflicts = []
+    count, keep = num_responses(rollout), keep_of(generate, rollout)
+    if generate.output is not None and not generate.output.endswith(OUTPUT_SUFFIXES):
+        conflicts.append(f"generate.output {generate.output}: its name must end in {' or '.join(OUTPUT_SUFFIXES)}")
+    if rollout.best_of is not None and keep != "best":
+        conflicts.append(
+            f"rollout.best_of keeps the best response and generate.keep is {keep}: set rollout.n_samples_per_prompt "
+            "instead"
+        )
+    if keep == "pairs" and count == 1:
+        conflicts.append("generate.keep pairs needs two responses per prompt: raise rollout.n_samples_per_prompt")
+    if rollout.temperature == 0 and count > 1:
+        conflicts.append(f"rollout.temperature 0 gives the same response {count} times: raise it")
+    if keep != "all" and not scoring.functions and scoring.remote_url is None:
+        conflicts.append(f"generate.keep {keep} needs scores: set reward.functions or reward.remote_url")
+    return conflicts
