@@ -22,9 +22,9 @@ class Generate(Section):
     keep: Literal["all", "best", "pairs", "labels"] | None = None
     """Rows made of the responses to a prompt. `all`: every response is a row, in the column `answer`; `best`: the one
     with the highest score, the first of equals, in `answer` (for `sft`); `pairs`: the best and the worst in `chosen`
-    and `rejected` if their scores differ (for preferences); `labels`: every response in `response`, with a `label` that
-    says whether it is good. By default `best` with `rollout.best_of`, else `all`. It may be changed later without
-    sampling again."""
+    and `rejected` if their scores differ (for preferences); `labels`: every response in `answer`, with a `label` that
+    says whether it is good (for KTO). By default `best` with `rollout.best_of`, else `all`. It may be changed later
+    without sampling again."""
     min_score: float | None = None
     """With `generate.keep best` and `pairs`, prompts whose best response has a lower score make no row."""
     label_threshold: float = 0.5

@@ -65,7 +65,7 @@ def rows(
     if keep == "labels":
         for response in scored:
             is_good = response["score"] > label_threshold
-            own = {"response": response["text"], "expected": record["label"], "label": is_good}
+            own = {"answer": response["text"], "expected": record["label"], "label": is_good}
             yield _row(record, **own, score=response["score"])
         return
     if not scored:
@@ -81,8 +81,18 @@ def rows(
         yield _row(record, **own, score=best["score"], margin=best["score"] - worst["score"])
 
 
+_RESERVED = frozenset(
+    {
+        *("instruction", "prompt", "messages", "conversations", "answer", "completion", "response", "expected"),
+        *("chosen", "rejected", "margin", "score", "truncated"),
+    }
+)
+"""Columns that a verb would read instead of those that are written, or along with them."""
+
+
 def _row(record: Record, **own: Any) -> dict[str, Any]:
-    row = {**record["metadata"], "source": record["source"], "input": record["input"], "label": record["label"]}
+    kept = {name: value for name, value in record["metadata"].items() if name not in _RESERVED}
+    row = {**kept, "source": record["source"], "input": record["input"], "label": record["label"]}
     if record["images"]:
         row["images"] = [f"{IMAGES}/{name}.png" for name in record["images"]]
     return {name: value for name, value in {**row, **own}.items() if value is not None}

@@ -45,7 +45,7 @@ def test_the_first_of_equally_good_responses_is_the_best() -> None:
 
 
 def test_pairs_hold_the_best_and_the_worst() -> None:
-    expected = {**BASE, "answer": "3", "chosen": "b", "rejected": "c", "score": 1.0, "margin": 1.0}
+    expected = {**BASE, "chosen": "b", "rejected": "c", "score": 1.0, "margin": 1.0}
     assert made(FOUR, "pairs") == [expected]
 
 
@@ -62,7 +62,7 @@ def test_a_best_response_below_the_minimum_makes_no_row() -> None:
 
 def test_labels_compare_with_the_threshold() -> None:
     labelled = made(FOUR, "labels")
-    assert [(row["response"], row["label"], row["expected"]) for row in labelled] == [
+    assert [(row["answer"], row["label"], row["expected"]) for row in labelled] == [
         ("a", False, "3"),
         ("b", True, "3"),
         ("c", False, "3"),
@@ -76,7 +76,7 @@ def test_a_response_without_a_score_is_neither_best_nor_worst_nor_labelled() -> 
     assert made(one, "best")[0]["answer"] == "a"
     (pair,) = made(one, "pairs")
     assert (pair["chosen"], pair["rejected"]) == ("a", "c")
-    assert [row["response"] for row in made(one, "labels")] == ["a", "c"]
+    assert [row["answer"] for row in made(one, "labels")] == ["a", "c"]
     assert ["score" in row for row in made(one, "all")] == [True, False, True]
     assert made(record("a", scores=[FAILED]), "best") == []
 
