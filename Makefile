@@ -6,7 +6,7 @@ JOBS ?= 2
 UNIT := $(BIN)/python -m pytest -q -m "not prove" -n $(JOBS) --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock quickstart quickstart-qlora quickstart-agent test prove check lint unit bench coverage clean
+.PHONY: help setup lock quickstart quickstart-qlora quickstart-agent ladder test prove check lint unit bench coverage clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -25,6 +25,9 @@ quickstart-qlora: setup  ## the same with a base of 4 bits and adapters that tra
 
 quickstart-agent: setup  ## the same model learns to steer by pictures, turn by turn, in an environment: sft, then GRPO
 	@$(BIN)/python -m vlmrl.commands.quickstart agent
+
+ladder: setup  ## every stage on a tiny model: sft, a reward model, PPO against it, dpo, eval; one picture
+	@$(BIN)/python -m vlmrl.commands.ladder
 
 test: unit  ## every test: unit, and end to end on the real stack
 	$(BIN)/python -m pytest -q -m "not prove" tests/end_to_end tests/gpu

@@ -89,7 +89,7 @@ def _main(argv: Sequence[str]) -> int:
     folder = _RUNS / variant.folder
     startup.prepare()
     started = time.monotonic()
-    _set_aside(folder)
+    set_aside(folder)
     memory = _PeakMemory()
     model = folder / "start"
     print(f"1/3  a Qwen2.5-VL of 1.6M random weights -> {model}", flush=True)
@@ -146,7 +146,7 @@ def _train_rl(words: Sequence[str]) -> None:
         train_rl(config)
 
 
-def _set_aside(folder: Path) -> None:
+def set_aside(folder: Path) -> None:
     """Rename the results of an earlier quickstart."""
     if folder.exists():
         aside = folder.with_name(
