@@ -126,11 +126,19 @@ class RemotePrompts:
         self._show_warnings(math.inf)
         return sets
 
-    def evaluation_rows(self, start: int, count: int) -> list[Prompt]:
-        """Return the prompts of up to `count` evaluation rows, from row `start` of all sets on."""
-        prompts = self._group.call(lambda source: source.evaluation_rows(start, count))[0]
-        self._show_warnings(math.inf)
-        return prompts
+    def begin_evaluation_rows(self, start: int, count: int) -> Callable[[], list[Prompt]]:
+        """Start to read up to `count` evaluation rows, from row `start` of all sets on.
+
+        Returns a function that waits for their prompts.
+        """
+        calls = self._group.submit(lambda source: source.evaluation_rows(start, count))
+
+        def take() -> list[Prompt]:
+            prompts: list[Prompt] = self._group.wait(calls)[0]
+            self._show_warnings(math.inf)
+            return prompts
+
+        return take
 
     def evaluation_fingerprints(self) -> tuple[int, list[Fingerprint]]:
         """Return the number of evaluation rows, and what identifies the data of each set."""

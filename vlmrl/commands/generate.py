@@ -146,11 +146,11 @@ def _complete(
     sources = RewardSources(builder.rewarder(config, report.say), [], say=report.say)
     engines = builder.engines(config, report)
     report.begin(total_steps=_num_batches(config, num_rows), done=done)
-    batches = _Batches(config, folder, prompts, engines, sources)
+    batches = _Batches(config, folder, prompts, engines, sources, first=journal.position)
     start, num_tokens = time.monotonic(), 0
     for step, position in enumerate(range(journal.position, num_rows, config.rollout.batch_size), start=done + 1):
         clock = time.monotonic()
-        totals = batches.respond(report, journal, position, min(position + config.rollout.batch_size, num_rows))
+        totals = batches.respond(report, journal, end=min(position + config.rollout.batch_size, num_rows))
         num_tokens += totals.tokens
         report.step(step, totals.batch_metrics(time.monotonic() - clock))
     return num_tokens / (time.monotonic() - start)
@@ -170,7 +170,10 @@ class _Batches:
         prompts: RemotePrompts,
         engines: RemoteEngines,
         sources: RewardSources,
+        *,
+        first: int,
     ) -> None:
+        """`first` is the first row of the first batch."""
         self._has_scores = config.has_scores
         self._images = folder.root / IMAGES
         self._prompts, self._engines, self._sources = prompts, engines, sources
@@ -182,9 +185,15 @@ class _Batches:
             seed=config.train.seed,
         )
 
-    def respond(self, report: RunReport, journal: Journal, start: int, end: int) -> Totals:
-        """Sample and score responses to the rows from `start` to `end`, and add them to the journal."""
-        prompts = self._prompts.evaluation_rows(start, end - start)
+        self._batch_size = config.rollout.batch_size
+        self._take = prompts.begin_evaluation_rows(first, self._batch_size)
+
+    def respond(self, report: RunReport, journal: Journal, *, end: int) -> Totals:
+        """Sample and score responses to the next rows, before row `end`, and add them to the journal."""
+        with report.phase("data"):
+            prompts = self._take()
+        # Read while the engines respond.
+        self._take = self._prompts.begin_evaluation_rows(end, self._batch_size)
         with report.phase("rollout"):
             groups = self._engines.generate(prompts, self._sampling, self._sources.begin)
         with report.phase("reward"):

@@ -23,7 +23,6 @@ from vlmrl.observe.sinks import read_metrics
 
 RUNS = Path("runs/ladder")
 _SETS = "families=count&difficulty=1&pixels=112"
-_PAIRS = f"visual_preferences?{_SETS}&size=20000"
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,7 @@ def stages(runs: Path) -> list[Stage]:
         Stage(
             "DPO on the same preferences",
             "dpo",
-            (
-                *("dpo", *sft, "--actor.adam.lr", "1e-4", "--dpo.precompute_reference", "true"),
-                *("--data.prompt_dataset", _PAIRS, "--data.max_len", "256"),
-                *("--train.batch_size", "64", "--train.max_steps", "100", "--ds.param_dtype", "fp32"),
-            ),
+            ("dpo", "--config", "examples/dpo_counting_tiny.yaml", *sft),
         ),
         *(
             Stage(

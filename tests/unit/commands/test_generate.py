@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,7 @@ class Prompts:
             requirements=settings.requirements,
         )
         self.evaluation_rows = self._source.evaluation_rows
+        self.begin_evaluation_rows = lambda start, count: partial(self._source.evaluation_rows, start, count)
         self.evaluation_fingerprints = self._source.evaluation_fingerprints
 
     def save_media(self, folder: Path, media: Sequence[Media]) -> None:
