@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from recipes import read_metrics, steps_of
 
+from vlmrl.commands.evaluate import evaluate
 from vlmrl.commands.generate import generate
 from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
 from vlmrl.config.stages import SftConfig
-from vlmrl.config.verbs import GenerateConfig
+from vlmrl.config.verbs import EvalConfig, GenerateConfig
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -85,3 +86,13 @@ def test_self_improvement_after_a_kill(tiny_model: Callable[..., str], tmp_path:
     (step,) = steps_of(tmp_path / "sft")
     assert step["data/rows_dropped"] == 0
     assert step["vision/tower_calls"] > 0
+    evaluation = {
+        "actor.model_name_or_path": tmp_path / "sft" / "model",
+        "eval.dataset": QUESTIONS,
+        "rollout.max_new_tokens": 8,
+        "vllm.cpu_kv_cache_gib": 0.25,
+        "ds.param_dtype": "fp32",
+        "ckpt.output_dir": tmp_path / "eval",
+    }
+    evaluate(load(EvalConfig, words(evaluation)))
+    assert "eval/visual_math/pass@1" in read_metrics(tmp_path / "eval")[-1]

@@ -52,7 +52,7 @@ def stages(runs: Path) -> list[Stage]:
         Stage(
             "a reward model from preferences",
             "rm",
-            ("rm", "--config", "examples/rm_visual_math_tiny.yaml", *sft, "--train.max_steps", "200"),
+            ("rm", "--config", "examples/rm_visual_math_tiny.yaml", *sft),
         ),
         Stage(
             "PPO against the reward model",

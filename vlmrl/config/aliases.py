@@ -58,6 +58,7 @@ _OPENRLHF = _table("""
     attn_implementation                 ds.attn_implementation
     aux_loss_coef                       actor.aux_loss_coef
     best_metric_key                     ckpt.best_metric_key
+    best_of_n                           rollout.best_of
     ckpt_path                           ckpt.path
     colocate_actor_ref                  train.colocate_actor_ref
     colocate_all_models                 train.colocate_all

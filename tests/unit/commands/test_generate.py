@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from vlmrl import cli
 from vlmrl.cluster.role_settings import source_settings
 from vlmrl.commands.generate import _complete, _write, check_output, check_same_settings, output_of, settings_of
 from vlmrl.config.load import load
+from vlmrl.config.verb_list import VERBS
 from vlmrl.config.verbs import GenerateConfig
 from vlmrl.data.source import Source
 from vlmrl.errors import ConfigError, DataError
@@ -260,6 +262,19 @@ def test_a_dry_run_prints_the_plan(model: str, tmp_path: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "dry run: nothing was started and nothing written" in shown
     assert not (tmp_path / "out").exists()
+
+
+GUIDE = Path(__file__).parents[3] / "datasets" / "README.md"
+
+
+def test_the_three_commands_of_the_guide_load() -> None:
+    section = GUIDE.read_text().partition("## Responses of a model as rows\n")[2]
+    commands = section.partition("```sh\n")[2].partition("```")[0].splitlines()
+    assert [shlex.split(command)[1] for command in commands] == ["generate", "sft", "eval"]
+    kinds = {kind.verb: kind for kind in VERBS}
+    for command in commands:
+        _, verb, *words = shlex.split(command)
+        load(kinds[verb], words)
 
 
 def test_an_empty_dataset(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
