@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vlmrl import __version__, startup
 from vlmrl.commands.exit_code import exit_code
@@ -106,15 +107,22 @@ def _run(words: list[str]) -> int:
     return _VERBS[verb](rest)
 
 
-def _rl(words: list[str]) -> int:
-    from vlmrl.config.verbs import RlConfig
+def _run_of(config: str, function: str) -> Callable[[list[str]], int]:
+    """A verb that makes a run: its settings, and the function of these that makes the run or, with `--dry-run`, checks
+    it. Both are `module:name`, imported when the verb is called."""
 
-    if (arguments := _parse(RlConfig, words, has_dry_run=True)) is not None:
-        from vlmrl.commands.rl import train_rl
+    def run(words: list[str]) -> int:
+        if (arguments := _parse(_imported(config), words, has_dry_run=True)) is not None:
+            with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
+                _imported(function)(arguments.config, dry_run=arguments.dry_run)
+        return 0
 
-        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
-            train_rl(arguments.config, dry_run=arguments.dry_run)
-    return 0
+    return run
+
+
+def _imported(spec: str) -> Any:
+    module, _, name = spec.partition(":")
+    return getattr(import_module(module), name)
 
 
 @contextmanager
@@ -122,61 +130,6 @@ def _running(*, grace_s: float, dry_run: bool) -> Iterator[None]:
     """Around a run: signals, its folder of temporary files, and the fork server, whose imports take the longest."""
     with handle_signals(grace_s), scratch() as folder, nullcontext() if dry_run else fork_server(folder):
         yield
-
-
-def _sft(words: list[str]) -> int:
-    from vlmrl.config.stages import SftConfig
-
-    if (arguments := _parse(SftConfig, words, has_dry_run=True)) is not None:
-        from vlmrl.commands.sft import train_sft
-
-        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
-            train_sft(arguments.config, dry_run=arguments.dry_run)
-    return 0
-
-
-def _rm(words: list[str]) -> int:
-    from vlmrl.config.stages import RmConfig
-
-    if (arguments := _parse(RmConfig, words, has_dry_run=True)) is not None:
-        from vlmrl.commands.rm import train_rm
-
-        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
-            train_rm(arguments.config, dry_run=arguments.dry_run)
-    return 0
-
-
-def _dpo(words: list[str]) -> int:
-    from vlmrl.config.stages import DpoConfig
-
-    if (arguments := _parse(DpoConfig, words, has_dry_run=True)) is not None:
-        from vlmrl.commands.dpo import train_dpo
-
-        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
-            train_dpo(arguments.config, dry_run=arguments.dry_run)
-    return 0
-
-
-def _eval(words: list[str]) -> int:
-    from vlmrl.config.verbs import EvalConfig
-
-    if (arguments := _parse(EvalConfig, words, has_dry_run=True)) is not None:
-        from vlmrl.commands.evaluate import evaluate
-
-        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
-            evaluate(arguments.config, dry_run=arguments.dry_run)
-    return 0
-
-
-def _generate(words: list[str]) -> int:
-    from vlmrl.config.verbs import GenerateConfig
-
-    if (arguments := _parse(GenerateConfig, words, has_dry_run=True)) is not None:
-        from vlmrl.commands.generate import generate
-
-        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
-            generate(arguments.config, dry_run=arguments.dry_run)
-    return 0
 
 
 def _bench(words: list[str]) -> int:
@@ -347,8 +300,14 @@ def _memory_plan(words: list[str], *, as_json: bool) -> int:
     kinds: tuple[type[TrainingConfig], ...] = (SftConfig, RlConfig, DpoConfig, RmConfig)
     known = {name: field for kind in kinds for name, field in kind.settings().items()}
     given = read(words, known, sorted({name for kind in kinds for name in kind.sections()})).given
-    # The first verb that has most of the settings: one that has all, if there is one.
-    kind = max(kinds, key=lambda kind: len(given.keys() & kind.settings().keys()))
+    # The first verb that has most of the settings: one that has all, if there is one. Those of engines are settings of
+    # sft only where it samples responses.
+    of_engines = () if "eval.generate_enable" in given else ("reward.", "rollout.", "vllm.")
+    read_by = {
+        kind: {name for name in kind.settings() if kind is not SftConfig or not name.startswith(of_engines)}
+        for kind in kinds
+    }
+    kind = max(kinds, key=lambda kind: len(given.keys() & read_by[kind]))
     if (arguments := _parse(kind, words)) is not None:
         from vlmrl.commands.memory import show
 
@@ -367,12 +326,12 @@ _BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "logprobs": _bench_logprobs,
 }
 _VERBS: dict[str, Callable[[list[str]], int]] = {
-    "rl": _rl,
-    "sft": _sft,
-    "rm": _rm,
-    "dpo": _dpo,
-    "eval": _eval,
-    "generate": _generate,
+    "rl": _run_of("vlmrl.config.verbs:RlConfig", "vlmrl.commands.rl:train_rl"),
+    "sft": _run_of("vlmrl.config.stages:SftConfig", "vlmrl.commands.sft:train_sft"),
+    "rm": _run_of("vlmrl.config.stages:RmConfig", "vlmrl.commands.rm:train_rm"),
+    "dpo": _run_of("vlmrl.config.stages:DpoConfig", "vlmrl.commands.dpo:train_dpo"),
+    "eval": _run_of("vlmrl.config.verbs:EvalConfig", "vlmrl.commands.evaluate:evaluate"),
+    "generate": _run_of("vlmrl.config.verbs:GenerateConfig", "vlmrl.commands.generate:generate"),
     "bench": _bench,
     "serve": _serve,
     "serve-rm": _serve_rm,

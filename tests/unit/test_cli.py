@@ -86,8 +86,7 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
     [
         (
             ["zzz"],
-            "vlmrl: no such verb: zzz; there are rl, sft, rm, dpo, eval, generate, bench, serve, serve-rm, merge, "
-            "doctor\n",
+            "vlmrl: no such verb: zzz; there are rl, sft, rm, dpo, eval, generate, bench, serve, serve-rm, merge, doct",
         ),
         (
             ["train"],

@@ -82,9 +82,7 @@ class RemotePrompts:
 
     def draw_pairs(self, count: int) -> tuple[Pairs, Metrics]:
         """Return the next `count` rows as pairs of a chosen and a rejected response."""
-        pairs, metrics = self._group.call(lambda source: source.draw_pairs(count))[0]
-        self._show_warnings(metrics["data/rows_dropped"])
-        return pairs, metrics
+        return self._draw_ahead("draw_pairs", count)
 
     def evaluation_pairs(self) -> dict[str, Pairs]:
         """Return all rows of each evaluation set as pairs of a chosen and a rejected response."""
@@ -94,9 +92,7 @@ class RemotePrompts:
 
     def draw_steps(self, count: int) -> tuple[LabelledSteps, Metrics]:
         """Return the next `count` rows as responses with labelled steps."""
-        steps, metrics = self._group.call(lambda source: source.draw_steps(count))[0]
-        self._show_warnings(metrics["data/rows_dropped"])
-        return steps, metrics
+        return self._draw_ahead("draw_steps", count)
 
     def evaluation_steps(self) -> dict[str, LabelledSteps]:
         """Return all rows of each evaluation set as responses with labelled steps."""
@@ -106,9 +102,7 @@ class RemotePrompts:
 
     def draw_judged(self, count: int) -> tuple[Judged, Metrics]:
         """Return the next `count` rows as responses that are desirable or not."""
-        judged, metrics = self._group.call(lambda source: source.draw_judged(count))[0]
-        self._show_warnings(metrics["data/rows_dropped"])
-        return judged, metrics
+        return self._draw_ahead("draw_judged", count)
 
     def evaluation_judged(self) -> dict[str, Judged]:
         """Return all rows of each evaluation set as responses that are desirable or not."""
