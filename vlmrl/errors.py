@@ -40,7 +40,7 @@ class DiedError(ClusterError):
 
 
 class EngineLossError(ClusterError):
-    """Engines died more often than `vllm.max_restarts` allows. The run saves its last step."""
+    """Engines died more often than `vllm.max_restarts` allows, or do not respond. The run saves its last step."""
 
 
 class SyncError(VlmrlError):

@@ -11,7 +11,7 @@ import ray
 
 from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.worker_group import WorkerGroup
-from vlmrl.errors import ClusterError, SyncError
+from vlmrl.errors import ClusterError, EngineLossError, SyncError
 from vlmrl.rollout.capacity import prompts_at_once
 from vlmrl.system import stops
 from vlmrl.types import Floats, Group, Prompt, Sampling
@@ -201,7 +201,7 @@ class RemoteEngines:
         """Start what `score` does, on engines that do not sleep, and return at once.
 
         Returns a function that waits for the log-probs. It returns None if an engine has died: the policy may no longer
-        hold the weights that it would need to start again.
+        hold the weights that it would need to start again. It raises EngineLossError if one does not respond.
         """
         self._prepare()
         started = self._start_scoring(groups)
@@ -209,9 +209,11 @@ class RemoteEngines:
         def take() -> list[Floats] | None:
             try:
                 return [row for rows in self._wait(started) for row in rows]
-            except Exception:
+            except Exception as error:
                 if self.restarts.find_dead():
                     return None
+                if isinstance(error, ClusterError):  # it hangs, and meanwhile the policy has been trained
+                    raise EngineLossError(str(error)) from error
                 raise
 
         return take

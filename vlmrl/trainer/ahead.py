@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmrl.config.changes import plain_settings
 from vlmrl.config.verbs import RlConfig
-from vlmrl.errors import ClusterError
+from vlmrl.errors import EngineLossError
 from vlmrl.system import stops
 from vlmrl.trainer.protocols import Prompts, QueueingEngine, Report, Rewarder
 from vlmrl.trainer.rollouts import training_sampling
@@ -159,7 +159,7 @@ class Ahead:
                 self._engine.repair()
                 last_change = time.monotonic()
             if time.monotonic() - last_change > self._timeout_s:
-                raise ClusterError(
+                raise EngineLossError(
                     f"no engine finished a response within {self._timeout_s:.0f} s: raise "
                     "--vllm.generate_timeout_s or lower --rollout.max_new_tokens"
                 )

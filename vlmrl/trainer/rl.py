@@ -66,7 +66,7 @@ def train(
 
     Raises:
         ExhaustedError: dynamic filtering kept too few groups; all earlier steps are complete.
-        EngineLossError: engines died too often; all steps whose update has begun are complete.
+        EngineLossError: engines died too often, or do not respond; all steps whose update has begun are complete.
         Stopped: the run was asked to stop; the last step whose update has begun is complete.
     """
     kl_controller = KlController(coef=state.kl_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon)
@@ -129,9 +129,9 @@ def train(
             metrics |= update_metrics
             if config.train.queue_size:  # of log-probs that older weights have computed; the check's are of the current
                 metrics = {name: value for name, value in metrics.items() if name not in AGREEMENT}
-            metrics |= finish_check()
             loss: EngineLossError | None = None
             try:
+                metrics |= finish_check()
                 rollouts.settle()
                 with report.phase("sync"):
                     metrics |= weight_sync.sync(step)

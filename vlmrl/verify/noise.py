@@ -277,12 +277,20 @@ def fewest(chosen: Sequence[Group]) -> list[Group]:
 
 
 def _shuffled(groups: Sequence[Group], rng: np.random.Generator) -> Iterator[Group]:
-    """Yield the groups in random order, with their responses of at least two tokens in random order."""
+    """Yield the groups in random order, with their responses in random order, as far as an engine can score them.
+
+    It needs room for one more token: a response of two tokens or more is shortened; one of a single token has it if
+    another sequence is longer.
+    """
+    longest = max((len(segment.tokens) for group in groups for segment in group.segments), default=0)
     for place in rng.permutation(len(groups)):
         group = groups[int(place)]
         order = [group.rollouts[int(i)] for i in rng.permutation(len(group.rollouts))]
-        # A single token cannot be shortened, and after a prompt of the greatest length the engine has no room for one.
-        rollouts = tuple(shortened(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1)
+        rollouts = tuple(
+            shortened(rollout, _NUM_TOKENS)
+            for rollout in order
+            if rollout.num_sampled > 1 or (rollout.num_sampled and len(rollout.segments[-1].tokens) < longest)
+        )
         if rollouts:
             yield Group(group.prompt, rollouts)
 

@@ -314,6 +314,18 @@ def test_scores_that_are_taken_later_are_lost_with_an_engine_and_do_not_start_it
     assert story.engines.restarts.count == 1
 
 
+def test_an_engine_that_hangs_while_it_scores_for_later_ends_the_run_after_its_step() -> None:
+    story = Story()
+    take = story.engines.begin_scoring([Group(prompt_of(0), ())])
+
+    def hang(results: Any, timeout_s: float | None = None) -> Any:
+        raise ClusterError("vllm did not respond within 1 s")
+
+    story.group.wait = hang  # type: ignore[method-assign]
+    with pytest.raises(EngineLossError, match="did not respond within 1 s"):
+        take()
+
+
 def test_engines_are_started_again_as_often_as_the_limit_allows() -> None:
     story = Story(limit=3)
     for engine in (0, 1):

@@ -122,6 +122,26 @@ def test_a_step_whose_engines_are_lost_at_its_weight_sync_is_finished_before_the
     assert list(notebook.steps) == [1, 2]
 
 
+def test_a_step_whose_engine_hangs_while_it_scores_is_finished_before_the_run_ends() -> None:
+    saved: list[int] = []
+
+    def check(step: int, groups: Sequence[Group]) -> Callable[[], Metrics]:
+        def finish() -> Metrics:
+            raise EngineLossError("vllm did not respond")
+
+        return finish
+
+    with pytest.raises(EngineLossError, match="did not respond"):
+        run(
+            config(),
+            RememberingPolicy(ScriptedEngine()),
+            steps=3,
+            check_responses=check,
+            save=lambda step, state: saved.append(step),
+        )
+    assert saved == [1], "the policy was trained"
+
+
 def test_an_engine_that_missed_a_sync_stops_the_run() -> None:
     class LostSync(ScriptedSync):
         def sync(self, version: int) -> Metrics:

@@ -16,7 +16,7 @@ from vlmrl.commands.rl_checks import noise_check
 from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Rollout, Sample
 from vlmrl.verify.logprobs import are_alike, noise_floor
-from vlmrl.verify.noise import NoiseCheck, Paths
+from vlmrl.verify.noise import NoiseCheck, Paths, choose
 
 FP32, BF16 = 2e-6, 1e-3
 Values = NDArray[np.float64]
@@ -182,6 +182,14 @@ def test_without_long_enough_responses_there_is_no_metric() -> None:
     nothing = np.zeros(3, dtype=np.bool_)
     empty = Rollout.of_response(short.segments[0].tokens, nothing, short.segments[0].logprobs, "", "stop", 0)
     assert Sides().check(1, [Group(prompt, (empty, short))]) == {}
+
+
+def test_responses_of_a_single_token_are_compared_where_an_engine_has_room_to_score_them() -> None:
+    prompt = make_prompt(0)
+    short, longer = (make_rollout(prompt, "?", version=0, length=length) for length in (1, 2))
+    assert choose([Group(prompt, (short, short))], np.random.default_rng(0))[0] == []
+    (group,), _ = choose([Group(prompt, (short, longer))], np.random.default_rng(0))
+    assert [rollout.num_sampled for rollout in group.rollouts] == [1, 1], "the longer one is cut by a token"
 
 
 class Rounding:
