@@ -1,4 +1,4 @@
-"""`vlmrl rm` on the real stack: a run goes on where it stopped, and `vlmrl rl` and `vlmrl serve-rm` read its model."""
+"""`vlmrl rm` on the real stack: a run goes on where it stopped, and `vlmrl serve-rm` and `vlmrl rl` read its model."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check_server(model: str, data: Path) -> None:
     assert served == pytest.approx([score for _, score in scores], abs=1e-5)
 
 
-def test_a_run_with_adapters_goes_on_where_it_stopped_and_its_model_is_read_by_rl_and_serve_rm(
+def test_a_run_with_adapters_goes_on_where_it_stopped_and_its_model_is_served(
     tmp_path: Path, pairs: Path, tiny_model: Callable[..., str]
 ) -> None:
     base, out = tiny_model("qwen2_5_vl"), tmp_path / "rm"
@@ -117,22 +117,6 @@ def test_a_run_with_adapters_goes_on_where_it_stopped_and_its_model_is_read_by_r
     assert json.loads((out / "model/config.json").read_text()) == config
 
     check_server(str(out / "model"), pairs)
-
-    rl = {
-        "reward.model_name_or_path": out / "model",
-        "reward.normalize_enable": "true",
-        "rollout.batch_size": 4,
-        "rollout.max_new_tokens": 4,
-        "critic.freezing_steps": -1,
-        "train.batch_size": 16,
-        "train.max_steps": 1,
-        "eval.max_samples": 4,
-        "eval.steps": -1,
-    }
-    train_rl(load(RlConfig, recipe("counting_tiny/reward_model.yaml", base, tmp_path / "rl", **rl)))
-    (line,) = steps_of(tmp_path / "rl")
-    assert line["value/grad_norm"] > 0
-    assert line["reward/parts/model"] == pytest.approx(line["reward/mean"], abs=1e-6)
 
 
 def test_a_process_reward_model_learns_from_the_labels_of_steps(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
@@ -165,3 +149,26 @@ def test_a_reward_model_that_sees_prefers_the_right_count_in_95_percent_of_held_
     }
     assert accuracies[0] < 0.7
     assert accuracies[max(accuracies)] > 0.95, accuracies
+
+
+@pytest.mark.prove
+def test_ppo_learns_from_the_written_model_and_its_critic_starts_from_it(
+    tmp_path: Path, pairs: Path, tiny_model: Callable[..., str]
+) -> None:
+    base, out = tiny_model("qwen2_5_vl"), tmp_path / "rm"
+    train_rm(load(RmConfig, words(base, out, pairs, **{"train.max_steps": 1})))
+    rl = {
+        "reward.model_name_or_path": out / "model",
+        "reward.normalize_enable": "true",
+        "rollout.batch_size": 4,
+        "rollout.max_new_tokens": 4,
+        "critic.freezing_steps": -1,
+        "train.batch_size": 16,
+        "train.max_steps": 1,
+        "eval.max_samples": 4,
+        "eval.steps": -1,
+    }
+    train_rl(load(RlConfig, recipe("counting_tiny/reward_model.yaml", base, tmp_path / "rl", **rl)))
+    (line,) = steps_of(tmp_path / "rl")
+    assert line["value/grad_norm"] > 0
+    assert line["reward/parts/model"] == pytest.approx(line["reward/mean"], abs=1e-6)
