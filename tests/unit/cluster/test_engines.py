@@ -318,7 +318,7 @@ def test_an_engine_that_hangs_while_it_scores_for_later_ends_the_run_after_its_s
     story = Story()
     take = story.engines.begin_scoring([Group(prompt_of(0), ())])
 
-    def hang(results: Any, timeout_s: float | None = None) -> Any:
+    def hang(results: Any, timeout_s: float | None = None, *, flag: str = "") -> Any:
         raise ClusterError("vllm did not respond within 1 s")
 
     story.group.wait = hang  # type: ignore[method-assign]
