@@ -88,6 +88,7 @@ def test_held_out_accuracy_rises(loss: str, tiny_model: Callable[..., str], tmp_
     assert accuracy[-1] > accuracy[0]
 
 
+@pytest.mark.prove
 def test_the_recipe_of_kto_runs(tiny_model: Callable[..., str], tmp_path: Path) -> None:
     flags = {"train.max_steps": 2, "train.batch_size": 4, "eval.steps": -1}
     flags |= {"eval.dataset": "visual_preferences?families=count&difficulty=1&pixels=112&size=8&kind=unpaired"}

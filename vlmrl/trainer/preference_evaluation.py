@@ -77,7 +77,7 @@ class PreferenceEvaluation:
             losses = pair_losses(model.loss, policy, reference, Offsets(delta=model.delta))
             margins = values[0::2] - values[1::2]
         else:
-            desirable = torch.from_numpy(rows.desirable)
+            desirable = torch.tensor(rows.desirable)  # a copy: arrays from other processes cannot be written to
             offsets = Offsets(baseline=model.kto_baseline(samples) if len(rows) > 1 else 0.0)
             losses = unpaired_losses(model.loss, policy, reference, desirable, offsets)
             margins = (values[desirable][:, None] - values[~desirable][None, :]).flatten()
