@@ -60,7 +60,9 @@ def test_accuracy_counts_equal_rewards_as_half() -> None:
 
 def test_single_responses_are_compared_with_all_of_the_other_class() -> None:
     # Rewards 1 and -1 of desirable responses, 0 and -2 of the others: margins 1, 3, -1, 1.
-    judged = Judged(samples(1, 3, 2, 4), np.array([True, True, False, False]))
+    desirable = np.array([True, True, False, False])
+    desirable.flags.writeable = False  # as it comes from another process
+    judged = Judged(samples(1, 3, 2, 4), desirable)
     metrics = PreferenceEvaluation({"toy": judged}, Scripted("kto")).measure(0)
     assert metrics["eval/toy/accuracy"] == 0.75
     assert metrics["eval/toy/margin"] == 1.0
