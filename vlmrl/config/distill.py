@@ -36,7 +36,7 @@ class SftDistill(Section):
     """Divergence that is minimised: `forward`, KL(teacher || model), covers all that the teacher may say; `reverse`,
     KL(model || teacher), avoids what it would not say."""
     distill_coef: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
-    """Weight of the divergence; the rest of 1 is the weight of the negative log-likelihood of the responses."""
+    """Weight of the divergence. The rest of 1 is that of the likelihood of the responses, as without a teacher."""
 
 
 def unread_of_sft_distill(distill: SftDistill) -> Unread:
