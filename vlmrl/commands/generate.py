@@ -37,6 +37,8 @@ _NOT_COMPARED = frozenset(
     }
 )
 """Settings of the compared sections that no response and no score depends on."""
+_MODEL_FILES = (".safetensors", ".json", ".jinja")
+"""Suffixes of a model's files that responses depend on: weights, configurations, tokenizer, chat template."""
 _COMPARED_SECTIONS = ("actor", "data", "reward", "rollout", "train.seed", "ds.param_dtype")
 
 
@@ -45,7 +47,7 @@ def generate(config: GenerateConfig, *, dry_run: bool = False) -> None:
     folder, _, warnings = prepare(config, dry_run=dry_run)
     output = output_of(config, folder)
     journal = Journal(folder.responses)
-    check_output(output, journal)
+    check_output(output, folder)
     settings = settings_of(config)
     check_same_settings(journal, settings)
     if dry_run:
@@ -54,6 +56,8 @@ def generate(config: GenerateConfig, *, dry_run: bool = False) -> None:
         journal = Journal(folder.responses)  # again: another run may have held the lock until now
         check_same_settings(journal, settings)
         tokens_per_s = _complete(config, folder, journal, settings, builder, report)
+        check_output(output, folder)  # again: hours may have passed
+        remember_output(output, folder)
         metrics = _write(config, journal, output, tokens_per_s=tokens_per_s)
         report.evaluation(_num_batches(config, journal.position), metrics)
         summary = {"output": str(output)} | {name: round(value, 6) for name, value in metrics.items()}
@@ -67,18 +71,25 @@ def output_of(config: GenerateConfig, folder: RunFolder) -> Path:
     return folder.root / "generated.jsonl" if given is None else Path(given).expanduser().absolute()
 
 
-def check_output(output: Path, journal: Journal) -> None:
+def check_output(output: Path, folder: RunFolder) -> None:
     """Check that the rows can be written there. Writes nothing.
 
     Raises:
-        ConfigError: the file is not this run's, or its folder cannot be written.
+        ConfigError: the file exists and is not this run's, or its folder cannot be written.
     """
-    if output.is_dir() or (output.exists() and journal.header is None):
-        kind = "is a folder" if output.is_dir() else "exists, and is of another run"
+    known = folder.outputs.read_text().splitlines() if folder.outputs.exists() else []
+    if output.is_dir() or (output.exists() and str(output) not in known):
+        kind = "is a folder" if output.is_dir() else "exists, and was not written by this run"
         raise ConfigError(f"generate.output {output} {kind}: choose another")
     existing = next(path for path in output.parents if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"generate.output {output}: {existing} cannot be written: choose another folder")
+
+
+def remember_output(output: Path, folder: RunFolder) -> None:
+    """Note that this run writes that file, so that it may write it again. Raises StorageError."""
+    with writing(folder.outputs.name, folder.root), folder.outputs.open("a") as lines:
+        lines.write(f"{output}\n")
 
 
 def settings_of(config: GenerateConfig) -> dict[str, Any]:
@@ -92,13 +103,20 @@ def settings_of(config: GenerateConfig) -> dict[str, Any]:
     settings = {name: setting_value(config, name) for name in names}
     settings["rollout.n_samples_per_prompt"] = config.eval.n_samples_per_prompt
     settings.pop("rollout.best_of", None)
-    weights = sorted(Path(config.actor.model_name_or_path).expanduser().glob("*.safetensors"))
-    digests = {file.name: digest_file(file, num_files=len(weights)) for file in weights}
-    settings["weights of actor.model_name_or_path"] = {
-        name: None if digest is None else [digest.size, digest.digest] for name, digest in digests.items()
-    }
+    model = Path(config.actor.model_name_or_path).expanduser()
+    files = [file for suffix in _MODEL_FILES for file in sorted(model.glob(f"*{suffix}"))]
+    settings["files of actor.model_name_or_path"] = _digests(files)
+    if config.reward.user_function is not None:
+        source = Path(config.reward.user_function.rpartition(":")[0]).expanduser()
+        settings["file of reward.remote_url"] = _digests([source])
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
+
+
+def _digests(files: Sequence[Path]) -> dict[str, list[Any] | None]:
+    """Name of each file -> its size and digest; None for one that cannot be read."""
+    digests = {file.name: digest_file(file, num_files=len(files)) for file in files}
+    return {name: None if digest is None else [digest.size, digest.digest] for name, digest in digests.items()}
 
 
 def check_same_settings(journal: Journal, settings: Mapping[str, Any]) -> None:

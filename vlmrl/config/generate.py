@@ -23,12 +23,14 @@ class Generate(Section):
     """Rows made of the responses to a prompt. `all`: every response is a row, in the column `answer`; `best`: the one
     with the highest score, the first of equals, in `answer` (for `sft`); `pairs`: the best and the worst in `chosen`
     and `rejected` if their scores differ (for preferences); `labels`: every response in `answer`, with a `label` that
-    says whether it is good (for KTO). By default `best` with `rollout.best_of`, else `all`. It may be changed later
-    without sampling again."""
+    says whether it is good (for KTO). Responses that were cut at `rollout.max_new_tokens` are rows of `all` only, with
+    `truncated` true. By default `best` with `rollout.best_of`, else `all`. It may be changed later without sampling
+    again, if the reward settings stay the same."""
     min_score: float | None = None
     """With `generate.keep best` and `pairs`, prompts whose best response has a lower score make no row."""
-    label_threshold: float = 0.5
-    """With `generate.keep labels`, a response is good if its score is above this."""
+    label_threshold: float | None = None
+    """With `generate.keep labels`, a response is good if its score is above this. By default, if it is correct: as
+    pass@1 counts, by the reward that checks it (`math`, `exact`), else by a score above 0.5."""
 
 
 class GenerateData(Columns):

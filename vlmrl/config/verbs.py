@@ -256,7 +256,7 @@ class EvalConfig(AgentConfig):
 class GenerateConfig(EvalConfig):
     """Batch generation: sample responses to the rows of a dataset, and write them as rows for other verbs.
 
-    It samples and scores like an evaluation of all rows, whose settings follow from those of the data.
+    It samples and scores the responses to all rows, in their order.
     """
 
     verb: ClassVar[str] = "generate"
@@ -306,13 +306,11 @@ class GenerateConfig(EvalConfig):
         )
         return self
 
-    @model_validator(mode="after")
-    def drop_unneeded_rewards(self) -> Self:
+    def resolve(self) -> None:
         """Drop the default reward functions where rows are written without scores: the data need no labels then."""
         has_source = is_given(self.reward, "functions") or self.reward.remote_url is not None
         if self.keep == "all" and not has_source:
             self.__dict__["reward"] = self.reward.model_copy(update={"functions": {}})
-        return self
 
 
 class PolicyServeConfig(VerbConfig):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any
 
 from vlmrl.config.data import Columns
@@ -152,9 +153,11 @@ class PromptStream:
 
         Held-out rows are part of a dataset of `part_of` rows: dropped rows are then counted as a fraction of all of it.
         """
-        rows = [RowIndex(s, row) for s, source in enumerate(self._sources) for row in range(len(source))]
-        prompts = self._prompts(rows[start : start + limit], start, {})
-        self._check_dropped(min(start + limit, len(rows)), part_of=part_of)
+        rows = chain.from_iterable(
+            (RowIndex(s, row) for row in range(len(source))) for s, source in enumerate(self._sources)
+        )
+        prompts = self._prompts(list(islice(rows, start, start + limit)), start, {})
+        self._check_dropped(min(start + limit, self.num_rows), part_of=part_of)
         return prompts
 
     def labels(self, limit: int, *, limit_s: float) -> dict[str, str]:

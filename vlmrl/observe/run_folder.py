@@ -63,6 +63,11 @@ class RunFolder:
         return self.root / "responses.journal"
 
     @property
+    def outputs(self) -> Path:
+        """The files of rows that batch generation has written, a path per line."""
+        return self.root / "outputs.txt"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vlmrl.algorithms.signal import REWARD_ROUNDING
 from vlmrl.trainer.evaluation import is_correct
 from vlmrl.types import Group, Media, Metrics, Rollout, Score
 
@@ -50,32 +51,34 @@ def images_of(groups: Iterable[Group]) -> list[Media]:
 
 
 def rows(
-    record: Record, *, keep: str, label_threshold: float, min_score: float | None = None
+    record: Record, *, keep: str, label_threshold: float | None = None, min_score: float | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows that are made of the responses to a prompt; see `generate.keep` and its thresholds.
 
-    An empty response cannot be learnt from and is in no row. One without a score is in rows of `all` only.
+    An empty response cannot be learnt from and is in no row. One that was cut, or has no score, is in rows of `all`
+    only: supervised training would add an end where the model made none. `label_threshold` None: a response is good if
+    it is correct.
     """
     written = [response for response in record["responses"] if response["text"].strip()]
     if keep == "all":
         for response in written:
             yield _row(record, answer=response["text"], score=response["score"], truncated=response["is_truncated"])
         return
-    scored = [response for response in written if response["score"] is not None]
+    scored = [response for response in written if response["score"] is not None and not response["is_truncated"]]
     if keep == "labels":
         for response in scored:
-            is_good = response["score"] > label_threshold
+            is_good = response["is_correct"] if label_threshold is None else response["score"] > label_threshold
             own = {"answer": response["text"], "expected": record["label"], "label": is_good}
             yield _row(record, **own, score=response["score"])
         return
     if not scored:
         return
     best = max(scored, key=lambda response: response["score"])  # the first of equals
-    if min_score is not None and best["score"] < min_score:
+    if min_score is not None and best["score"] < min_score - REWARD_ROUNDING:
         return
     worst = min(scored, key=lambda response: response["score"])
     if keep == "best":
-        yield _row(record, answer=best["text"], score=best["score"], truncated=best["is_truncated"])
+        yield _row(record, answer=best["text"], score=best["score"])
     elif best["score"] > worst["score"] and best["text"] != worst["text"]:
         own = {"chosen": best["text"], "rejected": worst["text"]}
         yield _row(record, **own, score=best["score"], margin=best["score"] - worst["score"])
@@ -84,7 +87,7 @@ def rows(
 _RESERVED = frozenset(
     {
         *("instruction", "prompt", "messages", "conversations", "answer", "completion", "response", "expected"),
-        *("chosen", "rejected", "margin", "score", "truncated"),
+        *("chosen", "rejected", "margin", "score", "truncated", "images"),
     }
 )
 """Columns that a verb would read instead of those that are written, or along with them."""

@@ -16,7 +16,15 @@ import pytest
 
 from vlmrl import cli
 from vlmrl.cluster.role_settings import source_settings
-from vlmrl.commands.generate import _complete, _write, check_output, check_same_settings, output_of, settings_of
+from vlmrl.commands.generate import (
+    _complete,
+    _write,
+    check_output,
+    check_same_settings,
+    output_of,
+    remember_output,
+    settings_of,
+)
 from vlmrl.config.load import load
 from vlmrl.config.verb_list import VERBS
 from vlmrl.config.verbs import GenerateConfig
@@ -110,7 +118,7 @@ class Run:
 
     def sample(self, engines: Engines) -> Journal:
         journal = Journal(self.folder.responses)
-        check_output(self.output, journal)
+        check_output(self.output, self.folder)
         settings = settings_of(self.config)
         check_same_settings(journal, settings)
         config = self.config
@@ -129,6 +137,8 @@ class Run:
         return journal
 
     def rows(self, journal: Journal) -> list[dict[str, Any]]:
+        check_output(self.output, self.folder)
+        remember_output(self.output, self.folder)
         _write(self.config, journal, self.output)
         return [json.loads(line) for line in self.output.read_text().splitlines()]
 
@@ -209,7 +219,7 @@ def test_other_weights_in_the_same_folder_are_refused(tmp_path: Path) -> None:
     run.sample(Engines())
     weights = next(model.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-4] + b"\1\1\1\1")
-    with pytest.raises(ConfigError, match=r"weights of actor.model_name_or_path \(different content\)"):
+    with pytest.raises(ConfigError, match=r"files of actor.model_name_or_path \(different content\)"):
         run.sample(Engines())
 
 
@@ -247,8 +257,15 @@ def test_no_rows_are_an_error(model: str, tmp_path: Path) -> None:
 def test_files_of_others_are_not_replaced(model: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine.jsonl"
     mine.write_text("{}\n")
-    with pytest.raises(ConfigError, match="exists, and is of another run: choose another"):
+    with pytest.raises(ConfigError, match="exists, and was not written by this run: choose another"):
         Run(model, tmp_path / "out", **{"generate.output": mine}).sample(Engines())
+    run = Run(model, tmp_path / "done")
+    run.rows(run.sample(Engines()))
+    again = Run(model, tmp_path / "done", **{"generate.output": mine})
+    with pytest.raises(ConfigError, match="exists, and was not written by this run"):
+        again.sample(Engines())
+    assert mine.read_text() == "{}\n", "the rows that another run left, or those that were responded to"
+    assert run.rows(run.sample(Engines())), "its own file may be written again"
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ConfigError, match="is a folder: choose another"):
         Run(model, tmp_path / "out", **{"generate.output": tmp_path / "folder.jsonl"}).sample(Engines())

@@ -41,12 +41,29 @@ def made(of: Record, keep: str, threshold: float = 0.5) -> list[dict[str, object
 
 
 def test_the_first_of_equally_good_responses_is_the_best() -> None:
-    assert made(FOUR, "best") == [{**BASE, "answer": "b", "score": 1.0, "truncated": False}]
+    assert made(FOUR, "best") == [{**BASE, "answer": "b", "score": 1.0}]
 
 
 def test_pairs_hold_the_best_and_the_worst() -> None:
     expected = {**BASE, "chosen": "b", "rejected": "c", "score": 1.0, "margin": 1.0}
     assert made(FOUR, "pairs") == [expected]
+
+
+def test_responses_that_were_cut_are_rows_of_all_only() -> None:
+    """Supervised training would teach an end where the model made none."""
+    cut = [{**one, "is_truncated": one["text"] in ("b", "c")} for one in FOUR["responses"]]
+    of = {**FOUR, "responses": cut}
+    assert [row["truncated"] for row in made(of, "all")] == [False, True, True, False]
+    assert [row["answer"] for row in made(of, "best")] == ["d"]
+    assert [(row["chosen"], row["rejected"]) for row in made(of, "pairs")] == [("d", "a")]
+    assert [row["answer"] for row in made(of, "labels")] == ["a", "d"]
+
+
+def test_a_response_is_good_if_it_is_correct_whatever_the_weights() -> None:
+    scores = [Score(1.0, {"math": 0.0, "format": 1.0}), Score(0.4, {"math": 1.0, "format": 0.0})]
+    of = record("boxed but wrong", "right", scores=scores)
+    assert [row["label"] for row in rows(of, keep="labels")] == [False, True]
+    assert [row["label"] for row in rows(of, keep="labels", label_threshold=0.5)] == [True, False]
 
 
 def test_equal_scores_make_no_pair() -> None:
