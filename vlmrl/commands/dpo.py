@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from vlmrl.cluster.models import PolicyWithoutAdapter
 from vlmrl.cluster.preferences import PreferencePolicy, Reference
@@ -17,6 +20,8 @@ from vlmrl.data.judgements import Judged, mismatched
 from vlmrl.data.pairs import Pairs
 from vlmrl.data.preference_step import summed
 from vlmrl.data.reference_cache import ReferenceCache
+from vlmrl.errors import ConfigError
+from vlmrl.models.adapter_files import base_fingerprint
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.trainer.evaluation import with_metric_names
@@ -40,7 +45,8 @@ def train_dpo(config: DpoConfig, *, dry_run: bool = False) -> None:
         reference, cache = learners.reference, None
         if config.dpo.needs_reference and config.dpo.precompute_reference:
             # The policy still has its initial weights: checkpoints are restored later.
-            initial = learners.policy if adapter is None else PolicyWithoutAdapter(learners.policy)
+            has_trained = config.actor.adapter_name_or_path is not None
+            initial = learners.policy if adapter is None or has_trained else PolicyWithoutAdapter(learners.policy)
             cache = _precomputed(config, folder, rows, list(sets.values()), initial, report)
             reference = None
         policy = PreferencePolicy(learners.policy, preference_loss(config), reference, cache)
@@ -74,7 +80,7 @@ def _precomputed(
 ) -> ReferenceCache:
     """Compute the reference of all rows that the run draws, and of those held out, as far as its file lacks them."""
     name = config.actor.model_name_or_path
-    cache = ReferenceCache(folder.reference, reference=name)
+    cache = ReferenceCache(folder.reference, reference=_identity(config))
 
     def add(batch: Pairs | Judged) -> None:
         samples: list[Sample] = list(batch.samples)
@@ -85,13 +91,36 @@ def _precomputed(
 
     for batch in sets:
         add(batch)
-    steps = last_step(config, rows.num_rows)
+    before = rows.state()
+    data, num_rows = _digest(before["data"]), _rows_to_draw(config, rows.num_rows)
     # The rows of the batches do not depend on their size, but the baseline of KTO does.
-    if cache.num_rows < steps * config.train.batch_size or not config.dpo.is_paired:
-        before = rows.state()
-        for _ in range(steps):
+    if not cache.is_complete(num_rows, data=data) or not config.dpo.is_paired:
+        for _ in range(-(-num_rows // config.train.batch_size)):
             add(_draw(config, rows)[0])
         rows.load_state(before)
-        cache.set_complete(steps * config.train.batch_size)
+        cache.set_complete(num_rows, data=data)
     report.say(f"reference: log-probs of {len(cache)} responses under {name}, in {folder.reference}")
     return cache
+
+
+def _rows_to_draw(config: DpoConfig, num_rows: int) -> int:
+    """Return the number of rows that the run may draw, also if it is resumed with batches of another size."""
+    if config.train.max_steps is not None:
+        return last_step(config, num_rows) * config.train.batch_size
+    return num_rows * config.train.max_epochs
+
+
+def _identity(config: DpoConfig) -> str:
+    """Say which model the reference is, and in what numbers it computes."""
+    actor, bits = config.actor, ", 4 bits" if config.ds.load_in_4bit else ""
+    adapter = "" if actor.adapter_name_or_path is None else f" with {actor.adapter_name_or_path}"
+    try:
+        weights = f"weights {base_fingerprint(actor.model_name_or_path)[:12]}"
+    except ConfigError:  # a model without safetensors is known by its name only
+        weights = "unknown weights"
+    return f"{actor.model_name_or_path}{adapter} ({weights}, {config.ds.param_dtype}{bits})"
+
+
+def _digest(value: Any) -> str:
+    """Digest of a JSON value, 16 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -83,8 +83,8 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
     if isinstance(config, RlConfig):
         check_algorithm(config)
         check_models(config)
-        if config.ckpt.best_metric_key is not None:
-            read_best(folder.best, metric=config.ckpt.best_metric_key)
+    if isinstance(config, TrainingConfig) and config.ckpt.best_metric_key is not None:
+        read_best(folder.best, metric=config.ckpt.best_metric_key)
     if isinstance(config, DpoConfig):
         check_reference(config)
     actor = config.actor

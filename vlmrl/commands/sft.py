@@ -59,6 +59,11 @@ def make_generation(
 ) -> Callable[[int], Metrics]:
     """Start engines and reward functions; return the evaluation of the policy's responses after a step."""
     sets = with_metric_names({name: _labelled(rows) for name, rows in prompts.evaluation().items()})
+    for name, rows in sets.items():
+        # With `data.truncate_enable` a conversation is learnt as far as it fits, but its last question may lie behind.
+        sets[name] = [row for row in rows if len(row.tokens) <= config.data.max_len]
+        if num_long := len(rows) - len(sets[name]):
+            report.say(f"evaluation set {name}: {num_long} prompts are longer than data.max_len, and get no responses")
     engines = builder.engines(sampling, report, adapter)
     plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))
     weight_sync = WeightSync(policy.ranks.group, engines, plan)

@@ -12,6 +12,7 @@ from vlmrl.commands.run import begin_steps
 from vlmrl.config.stages import SupervisedConfig
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.run_folder import RunFolder
+from vlmrl.trainer.collect import Ending
 from vlmrl.trainer.evaluations import Evaluations
 from vlmrl.trainer.run_checkpoints import RunCheckpoints, SavedPolicy
 from vlmrl.trainer.supervised import fit
@@ -48,16 +49,19 @@ def run_stage(
     builder.stack.enter_context(checkpoints.saving_on_stop())
     if done == 0 or checkpoints.evaluation_is_pending:
         report.evaluation(done, evaluations.run(done))
-    ending = fit(
-        draw=stage.draw,
-        update=stage.update,
-        evaluator=evaluations,
-        report=report,
-        batch_size=config.train.batch_size,
-        save=partial(evaluations.save, has_adapter=has_adapter),
-        first_step=done + 1,
-        last_step=last,
-        rows_left=num_rows * config.train.max_epochs - checkpoints.drawn,
-    )
+    if evaluations.stop_reason is not None:  # the evaluation that a stop had interrupted was the last
+        ending = Ending(done, evaluations.stop_reason)
+    else:
+        ending = fit(
+            draw=stage.draw,
+            update=stage.update,
+            evaluator=evaluations,
+            report=report,
+            batch_size=config.train.batch_size,
+            save=partial(evaluations.save, has_adapter=has_adapter),
+            first_step=done + 1,
+            last_step=last,
+            rows_left=num_rows * config.train.max_epochs - checkpoints.drawn,
+        )
     evaluations.finish_early(ending, has_adapter=has_adapter)
     checkpoints.finish(has_adapter=has_adapter)

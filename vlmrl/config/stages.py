@@ -159,6 +159,9 @@ class DpoConfig(SupervisedConfig):
     def conflicts(self) -> list[str]:
         return [
             *dpo.conflicts_of_ref(self.dpo, model=self.ref.model_name_or_path),
+            *dpo.conflicts_of_adapter(
+                self.dpo, adapter=self.actor.adapter_name_or_path, is_base=self.reference_is_base
+            ),
             *dpo.conflicts_of_batch(self.dpo, batch_size=self.train.batch_size),
             *super().conflicts(),
         ]

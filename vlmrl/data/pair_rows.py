@@ -96,7 +96,8 @@ def _question(
         if not given:
             raise DataError(f"column {input_key!r} (data.input_key) is empty, and column {column!r} has no question")
         return given, given_images
-    if all(message.get("role") != "user" for message in history):
+    first = next((message.get("role") for message in history if message.get("role") not in _SYSTEM_ROLES), None)
+    if first != "user":
         if not given:
             raise DataError(f"no message before the response in column {column!r} is the user's")
         before = list(given) if is_conversation(given) else [{"role": "user", "content": given}]
@@ -108,7 +109,19 @@ def _question(
             f"the conversation in column {column!r} has a question of its own, and column {input_key!r} another: set "
             "data.input_key to a column that does not exist in this dataset, or remove one of the questions"
         )
-    return list(history), images
+    return [*_system_of(given, history, input_key, column), *history], images
+
+
+def _system_of(
+    given: Any, history: Sequence[Mapping[str, Any]], input_key: str | None, column: str | None
+) -> list[Mapping[str, Any]]:
+    """Return the system messages of the column of questions that the conversation lacks. Raises DataError."""
+    if not is_conversation(given):
+        return []
+    asked, own = ([message for message in side if message.get("role") in _SYSTEM_ROLES] for side in (given, history))
+    if own and asked and [message.get("content") for message in own] != [message.get("content") for message in asked]:
+        raise DataError(f"columns {input_key!r} and {column!r} have different system messages")
+    return [] if own else asked
 
 
 def _repeats(given: Any, history: Sequence[Mapping[str, Any]]) -> bool:

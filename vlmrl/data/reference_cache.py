@@ -19,19 +19,20 @@ class ReferenceCache:
     """Log-probs of responses, summed over each, by the content of prompt, images and response.
 
     The file has one JSON object per line: the reference, then `{"key": ..., "logprob": ..., "row": ...}`, and
-    `{"rows": n}` once the first n rows of the data are all there.
+    `{"rows": n, "data": ...}` once the first n rows of these data are all there.
     """
 
     def __init__(self, path: Path | None, *, reference: str) -> None:
-        """Read `path` if it exists; None keeps the values in memory only. `reference` names the model.
+        """Read `path` if it exists; None keeps the values in memory only. `reference` says which model it is, and in
+        what numbers it computes.
 
         Raises:
             ConfigError: the file is damaged, or of another reference.
         """
         self._path = path
         self._values: dict[str, float] = {}
-        self.num_rows = 0
-        """Rows of the data, from the first on, whose responses are all there."""
+        self._complete: dict[str, int] = {}
+        """Data -> number of their rows, from the first on, whose responses are all there."""
         if path is None:
             return
         if path.exists():
@@ -57,10 +58,14 @@ class ReferenceCache:
             lines.append(json.dumps({"key": key, "logprob": value, "row": sample.source}) + "\n")
         self._append("".join(lines))
 
-    def set_complete(self, num_rows: int) -> None:
-        """Note that the responses of the first rows of the data are all there."""
-        self.num_rows = num_rows
-        self._append(json.dumps({"rows": num_rows}) + "\n")
+    def is_complete(self, num_rows: int, *, data: str) -> bool:
+        """Whether the responses of the first rows of these data are all there."""
+        return self._complete.get(data, 0) >= num_rows
+
+    def set_complete(self, num_rows: int, *, data: str) -> None:
+        """Note that the responses of the first rows of these data are all there."""
+        self._complete[data] = num_rows
+        self._append(json.dumps({"rows": num_rows, "data": data}) + "\n")
 
     def values(self, samples: Sequence[Sample]) -> NDArray[np.float64]:
         """Return the values of samples: [N]. Raises KeyError for one without a value."""
@@ -82,15 +87,15 @@ class ReferenceCache:
             saved = first["reference"]
             for line in lines:
                 if "rows" in line:
-                    self.num_rows = line["rows"]
+                    self._complete[line["data"]] = line["rows"]
                 else:
                     self._values[line["key"]] = float(line["logprob"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is damaged ({error}): delete it, and the reference is computed again") from error
         if saved != reference:
             raise ConfigError(
-                f"{path} was computed with {saved}, and this run's reference is {reference}: give the same model, or "
-                "start in a new output folder"
+                f"{path} was computed with {saved}, and this run's reference is {reference}: give the same model and "
+                "types, or delete the file, and the reference is computed again"
             )
 
 

@@ -117,9 +117,12 @@ class RewardTrainer(TrainableModel):
         config = self._net.config
         if scale is not None:
             config.mean, config.std = scale
-        if config.get_text_config().pad_token_id is None:
-            # Transformers' classifiers find the last token of a padded row by it.
-            config.get_text_config().pad_token_id = self._processor.pad_token_id
+        text = config.get_text_config()
+        ends = set(self._processor.eos_token_ids)
+        if text.pad_token_id is None or text.pad_token_id in ends:
+            # Transformers' classifiers score the last token of a row that is no padding: the end token, if it is none.
+            others = [self._processor.pad_token_id, *self._processor.tokenizer.all_special_ids]
+            text.pad_token_id = next((token for token in others if token not in ends), None)
         save_model(self._net, self._processor, Path(folder), merge=self._adapted is not None)
 
     def _pair_loss(self, pack: Pack, margins: Sequence[float]) -> PackLoss:

@@ -80,9 +80,22 @@ class PreferenceEvaluation:
             desirable = torch.tensor(rows.desirable)  # a copy: arrays from other processes cannot be written to
             offsets = Offsets(baseline=model.kto_baseline(samples) if len(rows) > 1 else 0.0)
             losses = unpaired_losses(model.loss, policy, reference, desirable, offsets)
-            margins = (values[desirable][:, None] - values[~desirable][None, :]).flatten()
-        metrics = {f"eval/{name}/loss": float(losses.mean())}
-        if len(margins):
-            right = (margins > 0).double() + 0.5 * (margins == 0).double()
-            metrics |= {f"eval/{name}/accuracy": float(right.mean()), f"eval/{name}/margin": float(margins.mean())}
-        return metrics
+            return {f"eval/{name}/loss": float(losses.mean())} | _compared(name, values[desirable], values[~desirable])
+        right = (margins > 0).double() + 0.5 * (margins == 0).double()
+        return {
+            f"eval/{name}/loss": float(losses.mean()),
+            f"eval/{name}/accuracy": float(right.mean()),
+            f"eval/{name}/margin": float(margins.mean()),
+        }
+
+
+def _compared(name: str, desirable: torch.Tensor, undesirable: torch.Tensor) -> Metrics:
+    """Compare each desirable response's reward with that of each undesirable one, without a table of all pairs."""
+    if not len(desirable) or not len(undesirable):
+        return {}
+    order = undesirable.sort().values
+    below, not_above = (torch.searchsorted(order, desirable, right=right).double() for right in (False, True))
+    return {
+        f"eval/{name}/accuracy": float(((below + not_above) / 2).mean() / len(order)),
+        f"eval/{name}/margin": float(desirable.mean() - undesirable.mean()),
+    }

@@ -14,6 +14,7 @@ from vlmrl.config.load import load
 from vlmrl.config.stages import DpoConfig
 from vlmrl.data.judgements import Judged, mismatched
 from vlmrl.data.pairs import Pairs
+from vlmrl.errors import ConfigError
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.types import Floats, Metrics, Sample
 
@@ -28,7 +29,8 @@ class Rows:
 
     num_rows = 10
 
-    def __init__(self) -> None:
+    def __init__(self, data: str = "toy") -> None:
+        self.data = data
         self.position = 0
         self.num_draws = 0
 
@@ -45,7 +47,7 @@ class Rows:
         return Judged([sample(row % 10) for row in self._next(count)], np.arange(count) % 2 == 0), {}
 
     def state(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"data": self.data, "position": self.position}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
@@ -91,6 +93,15 @@ def test_every_row_of_the_run_is_scored_once_also_by_a_resumed_run(tmp_path: Pat
     again, other = Rows(), Counted()
     assert compute(settings, tmp_path, again, other, held_out).values([sample(3)]).tolist() == [-3.0]
     assert (other.scored, again.num_draws) == ([], 0)
+    changed = Rows("another prompt")
+    compute(settings, tmp_path, changed, other, held_out)
+    assert changed.num_draws == 5, "other data are looked through"
+
+
+def test_a_reference_in_other_numbers_is_not_used(tmp_path: Path) -> None:
+    compute(config("--ds.param_dtype", "fp32"), tmp_path, Rows(), Counted())
+    with pytest.raises(ConfigError, match=r"computed with m \(unknown weights, fp32\), and .* is m \(.*, bf16\)"):
+        compute(config("--ds.param_dtype", "bf16"), tmp_path, Rows(), Counted())
 
 
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -57,3 +57,11 @@ def test_mpo_has_an_nll_term_by_default() -> None:
     assert read("--dpo.loss mpo").dpo.nll_coef == 1.0
     assert read("--dpo.loss mpo --dpo.nll_loss_coef 0.5").dpo.nll_coef == 0.5
     assert read().dpo.nll_coef == 0.0
+
+
+def test_adapters_that_were_trained_before_are_part_of_the_reference() -> None:
+    given = "--ds.lora.rank 4 --actor.adapter_name_or_path a"
+    with pytest.raises(ConfigError, match="with its adapters off it would lack a "):
+        read(given)
+    assert read(f"{given} --dpo.precompute_reference").dpo.precompute_reference
+    assert read(f"{given} --dpo.loss simpo").dpo.loss == "simpo"

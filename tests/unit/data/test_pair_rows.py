@@ -50,6 +50,20 @@ def test_a_conversation_that_the_assistant_begins_continues_the_question() -> No
     assert side == ([*turns(("system", "s"), ("user", "a"), ("assistant", "b")), tool], ["a.png"], "c")
 
 
+def test_an_assistant_that_begins_may_be_asked_again() -> None:
+    again = turns(("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    side = read_side({"input": "a", "chosen": again}, KEYS, "chosen_key")
+    assert side == (turns(("user", "a"), ("assistant", "b"), ("user", "c")), [], "d")
+
+
+def test_the_system_message_of_the_question_is_not_lost() -> None:
+    row = {"input": turns(("system", "s"), ("user", "a")), "chosen": turns(("user", "a"), ("assistant", "b"))}
+    assert read_side(row, KEYS, "chosen_key") == (turns(("system", "s"), ("user", "a")), (), "b")
+    row["chosen"] = turns(("system", "other"), ("user", "a"), ("assistant", "b"))
+    with pytest.raises(UnusableError, match="different system messages"):
+        read_side(row, KEYS, "chosen_key")
+
+
 @pytest.mark.parametrize(
     ("row", "kind"),
     [

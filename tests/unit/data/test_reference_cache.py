@@ -21,11 +21,14 @@ def test_values_survive_a_restart(tmp_path: Path) -> None:
     samples = [sample(1, 2), sample(1, 3), sample(1, 2)]
     assert first.missing(samples) == [samples[2], samples[1]]
     first.add(samples[:2], np.array([-0.1, -1 / 3]))
-    first.set_complete(8)
+    first.set_complete(8, data="d")
     again = ReferenceCache(tmp_path / "reference.jsonl", reference="m")
     assert again.missing(samples) == []
     assert again.values(samples).tolist() == [-0.1, -1 / 3, -0.1]
-    assert (len(again), again.num_rows) == (2, 8)
+    assert len(again) == 2
+    assert again.is_complete(8, data="d")
+    assert not again.is_complete(9, data="d")
+    assert not again.is_complete(8, data="other")
 
 
 def test_half_a_line_of_a_killed_run_is_cut_off(tmp_path: Path) -> None:

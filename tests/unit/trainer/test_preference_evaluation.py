@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from vlmrl.algorithms.preference_loss import PreferenceLoss
 from vlmrl.data.judgements import Judged
 from vlmrl.data.pairs import Pairs
-from vlmrl.trainer.preference_evaluation import PreferenceEvaluation
+from vlmrl.trainer.preference_evaluation import PreferenceEvaluation, _compared
 from vlmrl.types import Floats, Sample
 
 
@@ -72,3 +73,14 @@ def test_single_responses_are_compared_with_all_of_the_other_class() -> None:
 
 def test_nothing_held_out_measures_nothing() -> None:
     assert PreferenceEvaluation({}, Scripted("dpo")).measure(0) == {}
+
+
+def test_classes_are_compared_as_a_table_of_all_pairs_would() -> None:
+    generator = torch.Generator().manual_seed(0)
+    good, bad = (torch.randint(0, 5, (size,), generator=generator).double() for size in (7, 4))
+    table = (good[:, None] - bad[None, :]).flatten()
+    expected = ((table > 0).double() + 0.5 * (table == 0).double()).mean()
+    metrics = _compared("toy", good, bad)
+    assert metrics["eval/toy/accuracy"] == pytest.approx(float(expected), abs=1e-12)
+    assert metrics["eval/toy/margin"] == pytest.approx(float(table.mean()), abs=1e-12)
+    assert _compared("toy", good, bad[:0]) == {}
