@@ -3,7 +3,7 @@
     vlmrl dpo --data.prompt_dataset 'visual_preferences?families=count+clock&size=5000' ...
 
 A wrong response is the solution of somebody who made one mistake: a shape missed, another colour counted, the neighbour
-bar read, hands of a clock swapped. It has the form of a right one, and its answer is larger as often as smaller.
+bar read, hands of a clock swapped. It has the form of a right one, and its answer is larger about as often as smaller.
 """
 
 from __future__ import annotations

@@ -85,11 +85,11 @@ def check_algorithm(config: RlConfig) -> None:
 
 
 def check_models(config: RlConfig) -> None:
-    """Check the models other than the actor, and the actor's number of positions, from configurations and tokenizers.
+    """Check the models other than the actor, and all their numbers of positions, from configurations and tokenizers.
 
     Raises:
-        ConfigError: a model does not exist, cannot be read, or reads other tokens or images than the actor; or the
-            actor has fewer positions than a prompt and its response may take.
+        ConfigError: a model does not exist, cannot be read, or reads other tokens or images than the actor; or one
+            has fewer positions than a prompt and its response may take.
     """
     reward = config.reward
     paths = {
@@ -102,7 +102,13 @@ def check_models(config: RlConfig) -> None:
     given = [(flag, path) for flag, path in paths.items() if path is not None]
     if given:
         _check_other_models(config, given)
-    check_lengths(config)
+    for path in (config.actor.model_name_or_path, *(path for _, path in given)):
+        check_length(
+            path,
+            config.max_sequence_tokens,
+            settings=config.settings_of_length,
+            trust_remote_code=config.actor.trust_remote_code,
+        )
 
 
 def check_reference(config: DpoConfig) -> None:
@@ -116,6 +122,12 @@ def check_teacher(config: SftConfig) -> None:
     teacher = config.sft.teacher_model_name_or_path
     if teacher is not None:
         _check_other_models(config, [("sft.teacher_model_name_or_path", teacher)])
+        check_length(
+            teacher,
+            config.data.max_len,
+            settings="a prompt and its response (data.max_len)",
+            trust_remote_code=config.actor.trust_remote_code,
+        )
 
 
 def _check_other_models(config: TrainingConfig, given: Sequence[tuple[str, str]]) -> None:

@@ -17,8 +17,8 @@ class Columns(Section):
     """Column of the expected response; dots select a field inside a column, as in `reward_model.ground_truth`. A row
     whose label no response can match (`reward.functions`) is dropped and counted."""
     output_key: str = "answer"
-    """Column of the response to learn, read by `vlmrl sft` only; without it `completion`, else the label. In messages
-    that end with the assistant's, the last one is the response."""
+    """Column of the response to learn (`sft`, `rm.kind process`, `dpo.loss kto`); without it `completion`, else the
+    label. In messages that end with the assistant's, the last one is the response."""
     image_key: str | None = "images"
     """Column of the images; a row may have none. `none`: no column is read, and `<image>` is plain text."""
     input_template: str | None = None

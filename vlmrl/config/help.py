@@ -81,6 +81,8 @@ def default_of(field: FieldInfo) -> str:
         return " ".join(map(str, value))
     if isinstance(value, dict):
         return "'{" + ", ".join(f'"{key}": {weight}' for key, weight in value.items()) + "}'"
+    if isinstance(value, str) and not value.isprintable():
+        return f"$'{value.encode('unicode_escape').decode()}'"  # as a shell takes a line break
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

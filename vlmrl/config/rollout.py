@@ -7,7 +7,7 @@ from vlmrl.config.names import settings
 
 
 class Rollout(Section):
-    """Sampling of responses for training."""
+    """Sampling of responses."""
 
     batch_size: PositiveInt = 128
     """Prompts per step."""

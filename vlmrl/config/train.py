@@ -15,7 +15,7 @@ class Loop(Section):
     seed: int = 42
     """Seed of all random choices."""
     batch_size: PositiveInt = 128
-    """Samples per optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks; for pairs of responses, pairs."""
     micro_batch_size: PositiveInt | None = None
     """Maximum number of samples in one forward pass; by default only `max_tokens_per_gpu` limits it."""
     max_tokens_per_gpu: PositiveInt = 16192
@@ -24,7 +24,7 @@ class Loop(Section):
     """`shared`: packed samples, with the prompt of a group stored once. `packed`: packed samples, each with its own
     prompt. `padded`: one row per sample, the baseline for comparisons."""
     max_epochs: PositiveInt = 1
-    """Passes over the data (sft), or over each batch of experience (rl)."""
+    """Passes over the data, or in `rl` over each batch of experience."""
     max_steps: PositiveInt | None = None
     """Stop after this many steps, even within an epoch."""
     full_determinism_enable: bool = False
