@@ -107,11 +107,14 @@ def test_an_asynchronous_run_goes_on_when_its_only_engine_dies_and_stops_when_it
     assert "was killed by signal 9" in message
     assert "this came after 1 restart (vllm.max_restarts 1)" in message
     lines = steps_of(out)
-    assert lines[-1]["cluster/engine_restarts"] == 1
+    # The step in which the engine dies once more ends without a sync, which reports it.
+    assert next(count for line in lines[::-1] if (count := line.get("cluster/engine_restarts"))) == 1
     assert [index for step in range(1, len(lines) + 1) for index, _ in responses(out, step)] == list(
         range(4 * len(lines))
     )
-    assert all(line["sync/logprob_diff_max"] < 1e-3 for line in lines)
+    compared = [line["sync/logprob_diff_max"] for line in lines if "sync/logprob_diff_max" in line]
+    assert max(compared) < 1e-3
+    assert len(compared) >= len(lines) - 2, "a step in which the engine dies may not be compared"
     assert f"resume from {out / 'checkpoints' / f'step_{len(lines):06d}'}" in message
 
     resumed = {"ckpt.load_enable": "true", "train.max_steps": len(lines) + 1}
