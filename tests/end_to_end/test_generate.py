@@ -16,6 +16,7 @@ from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
 from vlmrl.config.stages import SftConfig
 from vlmrl.config.verbs import EvalConfig, GenerateConfig
+from vlmrl.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -45,19 +46,22 @@ def flags_of(model: str, out: Path, reward: str) -> dict[str, Any]:
     }
 
 
-def test_pairs_of_responses_with_their_images(
+def test_responses_with_their_images(
     tiny_model: Callable[..., str], tmp_path: Path, digits_reward: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "generated"
     flags = flags_of(tiny_model("qwen2_5_vl"), out, digits_reward)
-    generate(load(GenerateConfig, words(flags | {"generate.keep": "pairs"})))
-    pairs = read_rows(out / "generated.jsonl")
-    assert pairs
-    assert all(row["margin"] > 0 and row["chosen"] != row["rejected"] for row in pairs)
-    assert all((out / image).is_file() for row in pairs for image in row["images"])
+    generate(load(GenerateConfig, words(flags)))
+    rows = read_rows(out / "generated.jsonl")
+    assert rows
+    assert all((out / image).is_file() for row in rows for image in row["images"])
     *_, last = read_metrics(out)
-    assert (last["generate/rows"], last["generate/responses"], last["generate/written"]) == (10, 40, len(pairs))
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["generate/written"] == len(pairs)
+    assert (last["generate/rows"], last["generate/responses"], last["generate/written"]) == (10, 40, len(rows))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["generate/written"] == len(rows)
+    # A model that has learnt nothing does not end its responses.
+    assert sum(row["truncated"] for row in rows) > 30
+    with pytest.raises(DataError, match=r"makes no row of 40 responses, of which 40 have a score, .* were cut at"):
+        generate(load(GenerateConfig, words(flags | {"generate.keep": "best", "generate.min_score": 1e9})))
 
 
 @pytest.mark.prove
@@ -71,9 +75,9 @@ def test_self_improvement_after_a_kill(tiny_model: Callable[..., str], tmp_path:
     assert len(lines) == 1 + 10 + 3  # header, prompts, ends of batches of 4, 4 and 2
     (out / "responses.journal").write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
     rows = tmp_path / "best" / "rows.jsonl"
-    generate(load(GenerateConfig, words(flags | {"generate.keep": "best", "generate.output": rows})))
+    generate(load(GenerateConfig, words(flags | {"generate.output": rows})))
     assert (out / "responses.journal").read_bytes() == journal, "the same responses are sampled again, and no others"
-    assert [row["source"] for row in read_rows(rows)] == [f"visual_math:{i}" for i in range(10)]
+    assert {row["source"] for row in read_rows(rows)} == {f"visual_math:{i}" for i in range(10)}
     training = {
         "actor.model_name_or_path": model,
         "data.prompt_dataset": rows,

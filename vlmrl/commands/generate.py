@@ -242,7 +242,8 @@ def _write(config: GenerateConfig, journal: Journal, output: Path, *, tokens_per
     if not num_written:
         raise DataError(
             f"generate.keep {config.keep} makes no row of {totals.responses} responses, of which {totals.scored} have "
-            f"a score and {totals.empty} are empty; they are kept: another generate.keep does not sample again"
+            f"a score, {totals.empty} are empty and {totals.truncated} were cut at rollout.max_new_tokens; they are "
+            "kept: generate.keep all writes them without sampling again"
         )
     return totals.metrics(written=num_written, tokens_per_s=tokens_per_s)
 
