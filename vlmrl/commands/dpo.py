@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from vlmrl.cluster.models import PolicyWithoutAdapter
 from vlmrl.cluster.preferences import PreferencePolicy, Reference
 from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.cluster.role_settings import preference_loss
@@ -42,14 +41,11 @@ def train_dpo(config: DpoConfig, *, dry_run: bool = False) -> None:
             rows.check_classes()
         sets = with_metric_names(_evaluation_sets(config, rows))
         learners = builder.learners(config, processor, adapter=adapter, num_rows=rows.num_rows, say=report.say)
-        reference, cache = learners.reference, None
+        cache = None
         if config.dpo.needs_reference and config.dpo.precompute_reference:
-            # The policy still has its initial weights: checkpoints are restored later.
-            has_trained = config.actor.adapter_name_or_path is not None
-            initial = learners.policy if adapter is None or has_trained else PolicyWithoutAdapter(learners.policy)
-            cache = _precomputed(config, folder, rows, list(sets.values()), initial, report)
-            reference = None
-        policy = PreferencePolicy(learners.policy, preference_loss(config), reference, cache)
+            # The policy still has its initial weights: checkpoints are restored later, and a new adapter adds nothing.
+            cache = _precomputed(config, folder, rows, list(sets.values()), learners.policy, report)
+        policy = PreferencePolicy(learners.policy, preference_loss(config), learners.reference, cache)
         evaluation = PreferenceEvaluation(sets, policy)
         stage = (
             Stage(rows.draw_pairs, policy.fit_pairs, evaluation.measure)

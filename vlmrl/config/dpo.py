@@ -92,9 +92,9 @@ def unread_of_ref(dpo: Dpo, *, has_reference: bool, is_base: bool) -> Unread:
     return dict.fromkeys(names, "the reference is the actor with its adapters off (ds.lora.rank)")
 
 
-def conflicts_of_adapter(dpo: Dpo, *, adapter: str | None, is_base: bool) -> list[str]:
+def conflicts_of_adapter(*, adapter: str | None, is_base: bool) -> list[str]:
     """`adapter`: `actor.adapter_name_or_path`; `is_base`: the reference is the actor with its adapters off."""
-    if adapter is None or not is_base or dpo.precompute_reference:
+    if adapter is None or not is_base:
         return []
     conflict = (
         f"the reference is the actor before training, and with its adapters off it would lack {adapter} "

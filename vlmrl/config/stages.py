@@ -143,7 +143,8 @@ class DpoConfig(SupervisedConfig):
     @property
     def reference_is_base(self) -> bool:
         """The reference is the actor with its adapters off."""
-        return self.dpo.needs_reference and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
+        is_live = self.dpo.needs_reference and not self.dpo.precompute_reference
+        return is_live and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
 
     @property
     def has_other_frozen_tower(self) -> bool:
@@ -159,9 +160,7 @@ class DpoConfig(SupervisedConfig):
     def conflicts(self) -> list[str]:
         return [
             *dpo.conflicts_of_ref(self.dpo, model=self.ref.model_name_or_path),
-            *dpo.conflicts_of_adapter(
-                self.dpo, adapter=self.actor.adapter_name_or_path, is_base=self.reference_is_base
-            ),
+            *dpo.conflicts_of_adapter(adapter=self.actor.adapter_name_or_path, is_base=self.reference_is_base),
             *dpo.conflicts_of_batch(self.dpo, batch_size=self.train.batch_size),
             *super().conflicts(),
         ]

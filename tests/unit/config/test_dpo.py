@@ -19,7 +19,7 @@ def read(line: str = "") -> DpoConfig:
         ("", True, False),
         ("--dpo.precompute_reference", False, False),
         ("--ds.lora.rank 4", False, True),
-        ("--ds.lora.rank 4 --dpo.precompute_reference", False, True),
+        ("--ds.lora.rank 4 --dpo.precompute_reference", False, False),
         ("--ds.lora.rank 4 --ref.model_name_or_path r", True, False),
         ("--dpo.loss orpo", False, False),
         ("--dpo.loss simpo --ds.lora.rank 4", False, False),
