@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.value_head import ValueModel
 from vlmrl.observe.metrics import Mean, Metric, Sum, merge
 from vlmrl.types import Floats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RewardTrainer(TrainableModel):
@@ -117,12 +120,10 @@ class RewardTrainer(TrainableModel):
         config = self._net.config
         if scale is not None:
             config.mean, config.std = scale
-        text = config.get_text_config()
-        ends = set(self._processor.eos_token_ids)
-        if text.pad_token_id is None or text.pad_token_id in ends:
-            # Transformers' classifiers score the last token of a row that is no padding: the end token, if it is none.
-            others = [self._processor.pad_token_id, *self._processor.tokenizer.all_special_ids]
-            text.pad_token_id = next((token for token in others if token not in ends), None)
+        # Transformers' classifiers score the last token of a row that is not `pad_token_id`.
+        tokenizer = self._processor.tokenizer
+        tokenizer.pad_token = padding_token(tokenizer)
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
         save_model(self._net, self._processor, Path(folder), merge=self._adapted is not None)
 
     def _pair_loss(self, pack: Pack, margins: Sequence[float]) -> PackLoss:
@@ -173,6 +174,15 @@ class RewardTrainer(TrainableModel):
                 "rm/score": Mean(sums["score"], 2 * sums["pairs"]),
             }
         return metrics
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The token that pads batches of a saved reward model: the tokenizer's own, unless that also ends responses.
+
+    None where a tokenizer has no other special token: Transformers then refuses batches, and still scores single rows.
+    """
+    others = [tokenizer.pad_token, *tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
+    return next((token for token in others if token not in {None, tokenizer.eos_token}), None)
 
 
 def _last_positions(pack: Pack) -> list[int]:
