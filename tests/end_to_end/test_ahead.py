@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from recipes import recipe, steps_of
-from test_resume import assert_nothing_is_left, begun, read_metrics
+from test_resume import RAY_AGENTS, assert_nothing_is_left, begun, read_metrics
 
 from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
@@ -107,7 +107,7 @@ def test_a_killed_run_goes_on_with_the_tokens_of_an_unbroken_one(
     time.sleep(0.1)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    assert_nothing_is_left(mark, within_s=150)
+    assert_nothing_is_left(mark, within_s=20, but=RAY_AGENTS)
     subprocess.run(
         [*command(model, broken, digits_reward), "--ckpt.load_enable"],
         check=True,

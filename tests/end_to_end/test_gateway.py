@@ -272,12 +272,12 @@ async def run(task):
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_an_agent_of_a_framework_learns(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
+@pytest.mark.parametrize("steps", [2, pytest.param(8, marks=pytest.mark.prove)])
+def test_an_agent_of_a_framework_learns(steps: int, tmp_path: Path, tiny_model: Callable[..., str]) -> None:
     """smolagents, unchanged: a random model cannot call its tools, but learns to end with an answer of digits."""
     pytest.importorskip("smolagents")
     file = tmp_path / "agent.py"
     file.write_text(FRAMEWORK)
-    steps = 8
     flags: dict[str, Any] = {
         "train.agent_func_path": file,
         "gateway.other_settings": "override",
@@ -295,8 +295,10 @@ def test_an_agent_of_a_framework_learns(tmp_path: Path, tiny_model: Callable[...
     lines = steps_of(out)
     rewards = [line["reward/mean"] for line in lines]
     assert len(rewards) == steps
-    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
+    if steps == 8:
+        assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
     for line in lines:
+        assert line["policy/grad_norm"] > 0.0
         assert line["sync/logprob_diff_max"] < 1e-3
         assert line["agent/turns_mean"] == 2
         assert line["agent/gateway/overridden/tool_choice"] == 64, "the final answer is asked for without tools"
