@@ -33,6 +33,7 @@ from vlmrl.models.max_length import check_length, max_positions
 from vlmrl.observe.sinks import usable_wandb
 from vlmrl.plugins import Processor, check_same_inputs, processor_of
 from vlmrl.rewards.label_check import LabelCheck
+from vlmrl.rewards.question_labels import label_questions
 from vlmrl.system import machine
 from vlmrl.system.plain_text import one_line, print_line
 from vlmrl.system.user_function import name_or_function
@@ -303,6 +304,8 @@ def _show_data(config: TrainingConfig | EvalConfig, source: Source, console: Con
         first = first or prompts[0]
         count = len(prompts)
         table.add_row(Text(one_line(f"evaluation: {name}")), str(count), str(count), *_size_cells(prompts))
+        if isinstance(config, SftConfig) and config.generation is not None:
+            label_questions(name, prompts, config.reward, lines.append)
     console.print(table)
     repeats = [] if isinstance(config, EvalConfig) else source.find_duplicates().lines()
     for line in (*repeats, *source.take_warnings()):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 
 from vlmrl.cluster.build import RoleBuilder
@@ -20,8 +19,8 @@ from vlmrl.config.stages import SftConfig
 from vlmrl.config.verbs import EvalConfig
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.observe.report import RunReport
-from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.transcripts import Transcripts
+from vlmrl.rewards.question_labels import label_questions
 from vlmrl.trainer.evaluation import evaluate_policy, with_metric_names
 from vlmrl.trainer.likelihood import measure_likelihood
 from vlmrl.types import Metrics, Prompt
@@ -38,13 +37,38 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         check_steps(config, prompts.num_rows)
         sets = with_metric_names(prompts.evaluation_samples())
         num_rows = prompts.num_rows
+        questions = {} if config.generation is None else read_questions(config, prompts, report.say)
         policy = builder.learners(config, processor, adapter=adapter, num_rows=num_rows, say=report.say).policy
         measure: Callable[[int], Metrics] = partial(measure_likelihood, sets=sets, policy=policy)
         if config.generation is not None:
-            generate = make_generation(config, config.generation, builder, report, prompts, policy, folder, adapter)
+            generate = make_generation(
+                config,
+                config.generation,
+                builder,
+                report,
+                questions,
+                Transcripts(folder.rollouts, prompts.save_media),
+                policy,
+                adapter,
+            )
             measure = _both(measure, generate)
         stage = Stage(prompts.draw_samples, policy.fit, measure)
         run_stage(stage, config, folder, builder, report, prompts, policy, has_adapter=adapter is not None)
+
+
+def read_questions(config: SftConfig, prompts: RemotePrompts, say: Callable[[str], None]) -> dict[str, list[Prompt]]:
+    """Return the held-out questions that get responses, with labels, by the set's name in metrics.
+
+    Raises DataError if no response could match any label of a set.
+    """
+    sets = {}
+    for name, rows in with_metric_names(prompts.evaluation()).items():
+        # With `data.truncate_enable` a conversation is learnt as far as it fits, but its last question may lie behind.
+        short = [row for row in rows if len(row.tokens) <= config.data.max_len]
+        if num_long := len(rows) - len(short):
+            say(f"evaluation set {name}: {num_long} prompts are longer than data.max_len, and get no responses")
+        sets[name] = label_questions(name, short, config.reward, say)
+    return sets
 
 
 def make_generation(
@@ -52,29 +76,23 @@ def make_generation(
     sampling: EvalConfig,
     builder: RoleBuilder,
     report: RunReport,
-    prompts: RemotePrompts,
+    questions: dict[str, list[Prompt]],
+    transcripts: Transcripts,
     policy: RemotePolicy,
-    folder: RunFolder,
     adapter: AdapterPlan | None,
 ) -> Callable[[int], Metrics]:
     """Start engines and reward functions; return the evaluation of the policy's responses after a step."""
-    sets = with_metric_names({name: _labelled(rows) for name, rows in prompts.evaluation().items()})
-    for name, rows in sets.items():
-        # With `data.truncate_enable` a conversation is learnt as far as it fits, but its last question may lie behind.
-        sets[name] = [row for row in rows if len(row.tokens) <= config.data.max_len]
-        if num_long := len(rows) - len(sets[name]):
-            report.say(f"evaluation set {name}: {num_long} prompts are longer than data.max_len, and get no responses")
     engines = builder.engines(sampling, report, adapter)
     plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))
     weight_sync = WeightSync(policy.ranks.group, engines, plan)
     evaluate: Callable[[int], Metrics] = partial(
         evaluate_policy,
         config=sampling,
-        sets=sets,
+        sets=questions,
         engine=engines,
         rewarder=RewardSources(builder.rewarder(sampling, report.say), [], say=report.say),
         policy=policy,
-        transcripts=Transcripts(folder.rollouts, prompts.save_media),
+        transcripts=transcripts,
     )
 
     def measure(step: int) -> Metrics:
@@ -86,8 +104,3 @@ def make_generation(
 
 def _both(one: Callable[[int], Metrics], other: Callable[[int], Metrics]) -> Callable[[int], Metrics]:
     return lambda step: one(step) | other(step)
-
-
-def _labelled(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts with their response as label, where the row has none."""
-    return [replace(prompt, label=prompt.answer) if prompt.label is None else prompt for prompt in prompts]

@@ -34,7 +34,7 @@ class SftEval(EvalRows, EvalBase):
     generate_enable: bool = False
     """Also sample responses to the held-out questions, with engines of their own (`vllm.*`), and score them with
     `reward.functions`: pass@k, lengths and transcripts, as in `rl`. A row without a label is compared with its
-    response."""
+    response; one whose label they cannot use (a response that reasons first, for `math`) gets no responses."""
 
 
 _OF_CONVERSATIONS = (

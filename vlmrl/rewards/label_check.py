@@ -24,13 +24,18 @@ _MAX_KEPT = 65_536
 _NEED_LABELS = frozenset(name for name, row in REWARD_FUNCTIONS.items() if row.needs_label)
 
 
+def built_in_that_need_labels(reward: Scoring) -> list[str]:
+    """Return the built-in functions of the run that compare responses with a label."""
+    return [name for name in reward.functions if name in _NEED_LABELS]
+
+
 def functions_that_need_labels(reward: Scoring) -> str | None:
     """Return the reward functions that need a label, for messages; None if none does.
 
     A user's function needs one if its parameter `label` has no default; a function with TRL's signature, if a parameter
     with a usual name of the label (`answer`) has none. Its file is parsed, not run.
     """
-    names = [name for name in reward.functions if name in _NEED_LABELS]
+    names = built_in_that_need_labels(reward)
     needing = [f"reward.functions {' and '.join(names)}"] * bool(names)
     if demanded := _demanded_labels(reward):
         parameters = f"parameter {demanded[0]}" if len(demanded) == 1 else f"parameters {' and '.join(demanded)}"

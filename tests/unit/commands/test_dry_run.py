@@ -65,6 +65,17 @@ def test_a_dry_run_names_labels_that_no_response_can_match(
     assert "can be used" in capsys.readouterr().out
 
 
+def test_a_dry_run_of_sft_names_responses_that_are_no_labels(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_functions: None
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    responses = ["One circle. Two circles. So there are two.", "2"]
+    file.write_text("".join(json.dumps({"input": "q", "answer": text}) + "\n" for text in responses))
+    data = ["--data.prompt_dataset", COUNTING, "--eval.dataset", str(file), "--eval.generate_enable", "true"]
+    assert dry_run("sft", model, tmp_path / "out", *data) == 0
+    assert "1 of 2 rows have labels that reward.functions math cannot use" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])
 @pytest.mark.parametrize(
     ("verb", "flag", "rows", "message"),
