@@ -27,6 +27,13 @@ class DataError(VlmrlError):
     """A dataset, row or image that cannot be used."""
 
 
+class EndOfRowsError(DataError):
+    """The rows of all epochs of a run are drawn: those that are left do not fill a batch."""
+
+    left_out: int = 0
+    """Number of usable rows that are left."""
+
+
 class RewardError(VlmrlError):
     """A reward function that is missing, broken, or fails too often."""
 

@@ -100,6 +100,8 @@ class SourceSettings:
     functions: Sequence[str] = ()
     """Built-in reward functions of the run: rows whose labels they cannot use are dropped."""
     requirements: RowRequirements = NO_REQUIREMENTS
+    epochs: int | None = None
+    """How often each training row is read; None: as often as rows are drawn."""
     environments: EnvironmentSettings | None = None
     """Environments whose tools the prompts show, and whose conversations begin with them."""
 
@@ -115,6 +117,7 @@ class SourceSettings:
             requirements=self.requirements,
             tools=() if self.environments is None else self.environments.list_tools(),
             agent_max_images=None if self.environments is None else self.environments.agent.max_images,
+            epochs=self.epochs,
         )
 
 

@@ -57,7 +57,10 @@ class RemotePrompts:
         return self._draw_ahead("draw_samples", count)
 
     def _draw_ahead(self, method: str, count: int) -> tuple[Any, Metrics]:
-        """Call a method of `Source` that draws `count` rows, and begin the next call of it, which runs meanwhile."""
+        """Call a method of `Source` that draws `count` rows, and begin the next call of it, which runs meanwhile.
+
+        Raises EndOfRowsError if the epochs of the run have fewer rows left.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and (ahead.method, ahead.size) != (method, count):
             self._group.call(lambda source: source.load_state(self._state))  # rows that were drawn for another batch

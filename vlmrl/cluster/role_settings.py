@@ -48,6 +48,7 @@ def source_settings(config: TrainingConfig | EvalConfig | RolloutBench) -> Sourc
         seed=config.train.seed,
         functions=tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
         requirements=row_requirements(config),
+        epochs=config.train.max_epochs if isinstance(config, SupervisedConfig) else None,
         environments=environment_settings(config) if isinstance(config, RlConfig | EvalConfig) else None,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vlmrl.cluster.preferences import PreferencePolicy, Reference
@@ -19,7 +19,7 @@ from vlmrl.data.judgements import Judged, mismatched
 from vlmrl.data.pairs import Pairs
 from vlmrl.data.preference_step import summed
 from vlmrl.data.reference_cache import ReferenceCache
-from vlmrl.errors import ConfigError
+from vlmrl.errors import ConfigError, EndOfRowsError
 from vlmrl.models.adapter_files import base_fingerprint
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.run_folder import RunFolder
@@ -61,9 +61,22 @@ def _evaluation_sets(config: DpoConfig, rows: RemotePrompts) -> dict[str, Pairs 
     return dict(rows.evaluation_judged())
 
 
-def _draw(config: DpoConfig, rows: RemotePrompts) -> tuple[Pairs | Judged, Metrics]:
-    """Return the rows of the next step."""
-    return (rows.draw_pairs if config.dpo.is_paired else rows.draw_judged)(config.train.batch_size)
+def _batches(config: DpoConfig, rows: RemotePrompts, num_rows: int) -> Iterator[Pairs | Judged]:
+    """Yield the next `num_rows` rows in the batches of the run; those at its end that fill none come one by one."""
+    draw: Callable[[int], tuple[Pairs | Judged, Metrics]] = (
+        rows.draw_pairs if config.dpo.is_paired else rows.draw_judged
+    )
+    size, num_drawn = config.train.batch_size, 0
+    while num_drawn < num_rows:
+        try:
+            batch, _ = draw(size)
+        except EndOfRowsError:  # rows are dropped
+            if size == 1:
+                return
+            size = 1
+        else:
+            num_drawn += size
+            yield batch
 
 
 def _precomputed(
@@ -91,8 +104,8 @@ def _precomputed(
     data, num_rows = _digest(before["data"]), _rows_to_draw(config, rows.num_rows)
     # The rows of the batches do not depend on their size, but the baseline of KTO does.
     if not cache.is_complete(num_rows, data=data) or not config.dpo.is_paired:
-        for _ in range(-(-num_rows // config.train.batch_size)):
-            add(_draw(config, rows)[0])
+        for batch in _batches(config, rows, num_rows):
+            add(batch)
         rows.load_state(before)
         cache.set_complete(num_rows, data=data)
     report.say(f"reference: log-probs of {len(cache)} responses under {name}, in {folder.reference}")

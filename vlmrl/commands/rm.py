@@ -12,6 +12,7 @@ from vlmrl.commands.run import prepare, run_session
 from vlmrl.commands.stage import Stage, run_stage
 from vlmrl.config.num_steps import check_steps
 from vlmrl.config.stages import RmConfig
+from vlmrl.errors import EndOfRowsError
 from vlmrl.trainer.evaluation import with_metric_names
 from vlmrl.trainer.reward_evaluation import measure_pairs, measure_steps, responses_of_scale
 from vlmrl.types import Sample
@@ -69,6 +70,14 @@ def _step_stage(rows: RemotePrompts) -> Callable[[RemoteRewardTrainer], Stage]:
 def _first_responses(rows: RemotePrompts) -> list[Sample]:
     """Return the responses of the first training pairs, which the run draws again."""
     state = rows.state()
-    pairs, _ = rows.draw_pairs(min(_NUM_FIRST_PAIRS, rows.num_rows))
-    rows.load_state(state)
-    return pairs.samples
+    count = min(_NUM_FIRST_PAIRS, rows.num_rows)
+    while True:
+        try:
+            pairs, _ = rows.draw_pairs(count)
+        except EndOfRowsError:  # some of them are dropped
+            if count == 1:
+                raise
+            count //= 2
+        else:
+            rows.load_state(state)
+            return pairs.samples

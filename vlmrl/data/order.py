@@ -1,4 +1,4 @@
-"""Order of rows in the endless stream: shuffled by a seed, sources mixed by shares."""
+"""Order of rows in a stream, endless or of some episodes: shuffled by a seed, sources mixed by shares."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vlmrl.errors import EndOfRowsError
 from vlmrl.types import Ints
 
 _BLOCK = 1024
@@ -22,11 +23,26 @@ class RowIndex(NamedTuple):
     row: int
 
 
+def end_of_rows(num_rows: int, *, num_dropped: int, left_out: int, size: int) -> EndOfRowsError:
+    """Return the error of a stream of `num_rows` rows in which `left_out` are left, too few for a batch of `size`."""
+    message = f"the {num_rows} rows of the data are read as often as train.max_epochs says"
+    if num_dropped:
+        message += f" ({num_dropped} of them are dropped)"
+    if left_out:
+        message += f"; the last {left_out} do not fill a batch of {size} and are left out"
+    error = EndOfRowsError(message)
+    error.left_out = left_out
+    return error
+
+
 class RowOrder:
     """The k-th row of the stream for any k: a pure function of the sizes, the shares and the seed."""
 
-    def __init__(self, sizes: Sequence[int], probs: Sequence[float] | None, seed: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], probs: Sequence[float] | None, seed: int, episodes: int | None = None
+    ) -> None:
         self._sizes = list(sizes)
+        self._limit = None if episodes is None else episodes * sum(sizes)
         self._shares = None if probs is None else [p / sum(probs) for p in probs]
         self._seed = seed
         self._starts = np.cumsum([0, *sizes])
@@ -37,6 +53,11 @@ class RowOrder:
 
     def settings(self) -> dict[str, Any]:
         return {"shares": self._shares, "seed": self._seed}
+
+    def take(self, start: int, count: int) -> list[RowIndex]:
+        """Return the rows `start` to `start + count` of the stream; fewer at the end of its episodes."""
+        end = start + count if self._limit is None else min(start + count, self._limit)
+        return [self.at(k) for k in range(start, end)]
 
     def at(self, k: int) -> RowIndex:
         if self._shares is None:

@@ -21,7 +21,7 @@ from vlmrl.data.fingerprint import checkpoint_fingerprints, compare, fingerprint
 from vlmrl.data.image_source import ImageAccess
 from vlmrl.data.labels import class_name, format_label, label_text
 from vlmrl.data.media import InlineMedia, make_row_media
-from vlmrl.data.order import RowIndex, RowOrder
+from vlmrl.data.order import RowIndex, RowOrder, end_of_rows
 from vlmrl.data.prompt_tokens import PromptTokens, tokenize_question
 from vlmrl.data.question import Question
 from vlmrl.data.rows import Rows
@@ -54,7 +54,7 @@ def _no_problems(labels: Sequence[str]) -> list[None]:
 
 
 class PromptStream:
-    """Endless stream of prompts, each row once per episode.
+    """Stream of prompts, endless or of some episodes, each row once per episode.
 
     Each episode is a new permutation that follows from `seed`. Without `probs` the sources form one pool; with `probs`
     the source of each prompt is drawn by these shares, and each source has its own episodes. A row that cannot be used
@@ -79,10 +79,11 @@ class PromptStream:
         run_sources: Sequence[Rows] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         agent_max_images: int | None = None,
+        episodes: int | None = None,
     ) -> None:
         """`run_sources`: all datasets that the settings apply to; a configured column must be in one of them. None: the
         sources. `tools`: functions that the prompts show. `agent_max_images`: images of a conversation that begins with
-        the prompt; None without an environment."""
+        the prompt; None without an environment. `episodes`: how often each row is read; None: the stream is endless."""
         if not sources:
             raise DataError("there is no dataset to draw prompts from")
         if probs is not None and len(probs) != len(sources):
@@ -102,7 +103,7 @@ class PromptStream:
         if agent_max_images is not None:
             self._max_images = min(self._max_images, (agent_max_images, "agent.max_images"))
         self._label_problems = label_problems
-        self._order = RowOrder([len(source) for source in sources], probs, seed)
+        self._order = RowOrder([len(source) for source in sources], probs, seed, episodes)
         self._drawn = 0
         self._position = 0
         self._dropped_rows: dict[str, str] = {}
@@ -135,13 +136,18 @@ class PromptStream:
         """Return the next n prompts.
 
         Raises:
+            EndOfRowsError: fewer are left in the episodes of the stream, which does not advance.
             DataError: more than `columns.max_dropped_fraction` of the rows were dropped.
         """
         prompts: list[Prompt] = []
         shared: dict[str, Media] = {}
+        drawn = self._drawn
         while len(prompts) < n:
             # Exactly as many rows as prompts are missing, so that no drawn row has to be kept for later.
-            indices = [self._order.at(self._drawn + i) for i in range(n - len(prompts))]
+            indices = self._order.take(self._drawn, n - len(prompts))
+            if not indices:
+                self._drawn = drawn
+                raise end_of_rows(self.num_rows, num_dropped=len(self._dropped_rows), left_out=len(prompts), size=n)
             self._drawn += len(indices)
             prompts += self._prompts(indices, self._position + len(prompts), shared)
             self._check_dropped(min(self._drawn, self.num_rows))

@@ -97,6 +97,7 @@ class Source:
         requirements: columns needed in every row. Evaluation rows need a label if training rows do.
         tools: functions that the prompts show, in OpenAI's format.
         agent_max_images: images of a conversation that begins with a prompt; None without an environment.
+        epochs: how often each training row is read; None: as often as rows are drawn.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Source:
         requirements: RowRequirements = NO_REQUIREMENTS,
         tools: Sequence[Mapping[str, Any]] = (),
         agent_max_images: int | None = None,
+        epochs: int | None = None,
     ) -> None:
         self._processor = processor_of(model, data, trust_remote_code=trust_remote_code)
         if requirements.targets.kind == "text":
@@ -133,7 +135,7 @@ class Source:
             if data.eval_fraction:
                 sources, self._held_out = hold_out(sources, data.eval_fraction, seed=seed)
             self._training_rows = sources
-            self._training = self._stream(sources, data.prompt_probs)
+            self._training = self._stream(sources, data.prompt_probs, episodes=epochs)
 
     def _stream(
         self,
@@ -141,6 +143,7 @@ class Source:
         probs: Sequence[float] | None = None,
         *,
         run_sources: Sequence[Rows] | None = None,
+        episodes: int | None = None,
     ) -> PromptStream:
         kind = PairStream if self._requirements.pair else PromptStream
         if self._requirements.step_separator is not None:
@@ -157,6 +160,7 @@ class Source:
             run_sources=run_sources,
             tools=self._tools,
             agent_max_images=self._agent_max_images,
+            episodes=episodes,
         )
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:

@@ -149,8 +149,8 @@ class RunCheckpoints:
 
     @property
     def drawn(self) -> int:
-        """Rows that the run has drawn so far."""
-        return int(self.data.state()["position"])
+        """Rows that the run has drawn so far. In `rl`, where the next rows replace dropped ones, without those."""
+        return int(self.data.state()["position" if isinstance(self.config, RlConfig) else "drawn"])
 
     def _move_schedules(self, step: int) -> None:
         """Move the schedules to the run's progress: they count optimizer steps, whose number has changed."""

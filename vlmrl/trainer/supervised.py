@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from vlmrl.errors import EndOfRowsError
 from vlmrl.system import stops
 from vlmrl.trainer.collect import Ending
 from vlmrl.trainer.protocols import Report
@@ -40,15 +41,23 @@ def fit(
 
     Args:
         draw: returns the next rows as one batch, and metrics of fetching them. It may prepare them ahead: the time that
-            a step waits for them is `time/data_wait_s`.
+            a step waits for them is `time/data_wait_s`. It raises EndOfRowsError if dropped rows leave fewer than a
+            batch.
         update: makes one optimizer step on a batch.
         rows_left: number of rows that these steps can draw. Those at the end that do not fill a batch are left out, and
             counted in `data/left_out`.
+
+    Raises EndOfRowsError if the rows do not fill the first batch of a run.
     """
     left_out = rows_left - (last_step + 1 - first_step) * batch_size
     for step in range(first_step, last_step + 1):
-        with report.phase("data_wait"):
-            batch, metrics = draw(batch_size)
+        try:
+            with report.phase("data_wait"):
+                batch, metrics = draw(batch_size)
+        except EndOfRowsError as error:  # `last_step` counts dropped rows: which these are is known once they are read
+            if step == 1:
+                raise
+            return Ending(step - 1, reason=str(error), left_out=error.left_out)
         with stops.uninterrupted():
             with report.phase("update"):
                 metrics = metrics | update(batch)

@@ -11,6 +11,7 @@ from vlmrl.cluster.remote_call import Call, record_call
 from vlmrl.config.data import Data
 from vlmrl.data.columns import RowRequirements
 from vlmrl.data.source import Source
+from vlmrl.errors import EndOfRowsError
 from vlmrl.models.tiny import build
 from vlmrl.types import Sample
 
@@ -44,7 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build("qwen3", tmp_path_factory.mktemp("models") / "text", size="micro"))
 
 
-def rows(model: str, said: list[str] | None = None, *, dataset: str = "arithmetic?size=12") -> RemotePrompts:
+def rows(
+    model: str, said: list[str] | None = None, *, dataset: str = "arithmetic?size=12", epochs: int | None = None
+) -> RemotePrompts:
     source = Source(
         model=model,
         trust_remote_code=False,
@@ -52,6 +55,7 @@ def rows(model: str, said: list[str] | None = None, *, dataset: str = "arithmeti
         evaluation=None,
         seed=3,
         requirements=RowRequirements(answer=True),
+        epochs=epochs,
     )
     group: Any = QueueGroup(source)
     return RemotePrompts(group, say=(said if said is not None else []).append)
@@ -91,3 +95,26 @@ def test_a_dropped_row_is_reported_with_its_batch(model: str, tmp_path: Path) ->
     assert (names(samples), metrics["data/rows_dropped"]) == (["rows:0", "rows:0"], 1.0)
     assert len(said) == 1
     assert "rows:1 dropped, no answer" in said[0]
+
+
+def test_every_usable_row_is_drawn_once_per_epoch_though_batches_are_drawn_ahead(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = ['{"input": "a"}' if row in (1, 6) else '{"input": "a", "answer": "b"}' for row in range(9)]
+    file.write_text("\n".join(lines))
+    for stop in range(5):  # the run is resumed after so many batches
+        prompts, drawn = rows(model, dataset=str(file), epochs=2), list[str]()
+        for _ in range(stop):
+            drawn += names(prompts.draw_samples(3)[0])
+        state = prompts.state()
+        prompts = rows(model, dataset=str(file), epochs=2)
+        prompts.load_state(state)
+        while True:
+            try:
+                drawn += names(prompts.draw_samples(3)[0])
+            except EndOfRowsError as error:
+                left_out = error.left_out
+                break
+        assert (left_out, prompts.state()["position"]) == (2, 12)
+        drawn += names(prompts.draw_samples(2)[0])
+        usable = {f"rows:{row}" for row in range(9)} - {"rows:1", "rows:6"}
+        assert (set(drawn[:7]), set(drawn[7:]), len(drawn)) == (usable, usable, 14)

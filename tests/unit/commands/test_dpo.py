@@ -14,7 +14,7 @@ from vlmrl.config.load import load
 from vlmrl.config.stages import DpoConfig
 from vlmrl.data.judgements import Judged, mismatched
 from vlmrl.data.pairs import Pairs
-from vlmrl.errors import ConfigError
+from vlmrl.errors import ConfigError, EndOfRowsError
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.types import Floats, Metrics, Sample
 
@@ -117,6 +117,20 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     model = Counted()
     compute(settings, tmp_path, Rows(), model)
     assert [row.tokens[0] for row in model.scored] == list(range(10, 20))
+
+
+def test_rows_that_fill_no_batch_because_others_are_dropped_are_scored_too(tmp_path: Path) -> None:
+    class Dropping(Rows):
+        """Only seven of the rows are usable."""
+
+        def _next(self, count: int) -> range:
+            if self.position + count > 7:
+                raise EndOfRowsError("")
+            return super()._next(count)
+
+    model = Counted()
+    compute(config("--train.batch_size", "5"), tmp_path, Dropping(), model)
+    assert [row.tokens[0] for row in model.scored] == list(range(14))
 
 
 def test_kto_also_needs_responses_to_other_prompts(tmp_path: Path) -> None:

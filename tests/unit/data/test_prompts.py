@@ -1,5 +1,6 @@
 import json
 import logging
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from prompt_streams import IMAGE, labels, numbered, rows, stream
 
@@ -14,8 +17,9 @@ from vlmrl.config.data import Columns
 from vlmrl.data.columns import RowRequirements
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_rows
-from vlmrl.errors import ConfigError, DataError
+from vlmrl.errors import ConfigError, DataError, EndOfRowsError
 from vlmrl.plugins import Processor
+from vlmrl.types import Prompt
 
 
 def test_a_prompt_holds_the_columns_of_its_row(vlm: Processor) -> None:
@@ -350,3 +354,51 @@ def test_a_column_that_a_row_omits_is_none(text_model: Processor) -> None:
     assert [dict(prompt.metadata) for prompt in prompts] == [{"level": 3}, {"level": None}]
     own = replace(rows(content), has_own_columns=True)
     assert dict(stream(own, processor=text_model).all_prompts(2)[1].metadata) == {}
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_usable_row_is_read_once_per_episode_wherever_rows_are_dropped(
+    text_model: Processor, data: st.DataObject
+) -> None:
+    bad = data.draw(st.lists(st.booleans(), min_size=2, max_size=9).filter(lambda bad: not all(bad)))
+    episodes, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    source = rows([{"input": "" if is_bad else f"q{i}", "label": str(i)} for i, is_bad in enumerate(bad)])
+
+    def fresh() -> PromptStream:
+        columns = Columns(max_dropped_fraction=1.0)
+        return PromptStream([source], probs=None, processor=text_model, columns=columns, seed=4, episodes=episodes)
+
+    current, drawn = fresh(), list[Prompt]()
+    while True:
+        if data.draw(st.booleans()):  # the run is killed here and resumed
+            state = json.loads(json.dumps(current.state()))
+            current = fresh()
+            current.load_state(state)
+        try:
+            drawn += current.draw(size)
+        except EndOfRowsError as error:
+            left_out = error.left_out
+            break
+    assert left_out < size
+    drawn += current.draw(left_out)  # the stream has not advanced
+    usable = [str(i) for i, is_bad in enumerate(bad) if not is_bad]
+    assert [prompt.index for prompt in drawn] == list(range(len(usable) * episodes))
+    for first in range(0, len(drawn), len(usable)):
+        assert sorted(map(str, labels(drawn[first : first + len(usable)]))) == usable
+    with pytest.raises(EndOfRowsError):
+        current.draw(1)
+
+
+def test_the_end_of_the_rows_says_how_many_are_dropped_and_left_out(text_model: Processor) -> None:
+    source = rows([{"input": "" if i == 3 else f"q{i}"} for i in range(6)])
+    columns = Columns(max_dropped_fraction=0.5)
+    short = PromptStream([source], probs=None, processor=text_model, columns=columns, seed=0, episodes=1)
+    short.draw(3)
+    with pytest.raises(EndOfRowsError) as error:
+        short.draw(3)
+    assert str(error.value) == (
+        "the 6 rows of the data are read as often as train.max_epochs says (1 of them are dropped); the last 2 do not "
+        "fill a batch of 3 and are left out"
+    )
+    assert pickle.loads(pickle.dumps(error.value)).left_out == error.value.left_out == 2

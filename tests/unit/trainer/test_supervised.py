@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from scripted_loop import Notebook
 
+from vlmrl.errors import EndOfRowsError
 from vlmrl.trainer.collect import Ending
 from vlmrl.trainer.supervised import fit
 from vlmrl.types import Metrics, Sample
@@ -57,6 +59,35 @@ def test_last_rows_that_do_not_fill_a_batch_are_counted() -> None:
 def test_a_run_with_fewer_steps_leaves_no_rows_out() -> None:
     assert "data/left_out" not in run(rows_left=96).steps[3]
     assert "data/left_out" not in run(rows_left=8).steps[3]
+
+
+def test_dropped_rows_end_a_run_before_the_step_that_they_do_not_fill() -> None:
+    rows, notebook = Endless(), Notebook()
+
+    def draw(count: int) -> tuple[list[Sample], Metrics]:
+        if rows.drawn == 8:
+            error = EndOfRowsError("no rows are left")
+            error.left_out = 3
+            raise error
+        return Endless.draw(rows, count)
+
+    def ending(first_step: int) -> Ending:
+        return fit(
+            draw=draw,
+            update=rows.update,
+            evaluator=rows,
+            report=notebook,
+            batch_size=4,
+            save=lambda step: None,
+            first_step=first_step,
+            last_step=9,
+            rows_left=36,
+        )
+
+    assert ending(1) == ending(3) == Ending(2, reason="no rows are left", left_out=3)
+    assert list(notebook.steps) == [1, 2]
+    with pytest.raises(EndOfRowsError):
+        ending(1)
 
 
 def test_a_run_ends_when_its_evaluations_no_longer_improve() -> None:
