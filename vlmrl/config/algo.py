@@ -196,6 +196,22 @@ def unread_of_advantage(advantage: Advantage) -> Unread:
     return unread
 
 
+def unread_of_estimator(algo: Algo, actor: Actor) -> Unread:
+    """For a run in which only a teacher grades the responses: the estimator has rewards of 0.
+
+    The user's own estimator may still return advantages, and the estimator of a paper decides how tokens are weighed,
+    if no other setting does.
+    """
+    estimator, loss = algo.advantage.built_in, actor.built_in_loss
+    if estimator is None or estimator.needs_critic:  # a critic without rewards is a conflict
+        return {}
+    names = ["algo.advantage.gamma", "algo.advantage.no_std_norm"]
+    is_weighed = algo.loss_agg is not None or (loss is not None and loss.aggregation is not None)
+    if is_weighed or estimator.aggregation == "token":
+        names.append("algo.advantage.estimator")
+    return dict.fromkeys(names, "nothing but algo.distill.teacher_model_name_or_path grades the responses")
+
+
 def unread_of_kl(algo: Algo) -> Unread:
     if algo.kl.init_coef == 0:
         reason = "algo.kl.init_coef is 0, so there is no reference model"

@@ -187,7 +187,7 @@ def unread_of_sources(reward: Scoring) -> Unread:
     if reward.user_function is None:
         unread |= _NOT_PASSED
     if not reward.functions and reward.remote_url is None:
-        unread |= _unread(("max_failed_fraction",), "a reward model scores every response")
+        unread |= _unread(("max_failed_fraction",), "no reward function or server scores responses")
     return unread
 
 
@@ -212,6 +212,8 @@ def unread_of_shaping(reward: Reward, *, has_agent: bool) -> Unread:
     if not is_scored and not is_punished:
         of_environment = "rewards of an environment are not clipped: clip them in the environment"
         unread["reward.clip_range"] = of_environment if has_agent else "there is no reward, only a teacher"
+    elif not rewards_vary(reward, has_agent=False):
+        unread["reward.clip_range"] = "all reward sources have weight 0"
     return unread
 
 

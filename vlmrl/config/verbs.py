@@ -75,6 +75,7 @@ class RlConfig(TrainingConfig, AgentConfig):
             )
             | algo.unread_of_kl(self.algo)
             | distill.unread_of_distill(self.algo.distill)
+            | (algo.unread_of_estimator(self.algo, self.actor) if self._teaches_alone else {})
             | rollout.unread_of_eval(self.eval, holds_out=self.data.eval_fraction > 0)
             | adapters.unread_of_engine_base(self.vllm, self.ds)
             | (adapters.unread_of_adapter_reference() if self.reference_is_base else {})
@@ -197,6 +198,11 @@ class RlConfig(TrainingConfig, AgentConfig):
             can_check=reward.has_source(self.reward, has_agent=self.has_agent),
             evaluates=self.evaluates,
         )
+
+    @property
+    def _teaches_alone(self) -> bool:
+        """Only a teacher grades the responses."""
+        return self.has_teacher and not self._estimator_has_input
 
     @property
     def _estimator_has_input(self) -> bool:

@@ -18,10 +18,14 @@ def rl(line: str = "", *more: str) -> RlConfig:
 
 def refused(line: str, *more: str) -> str:
     """The one-line error that a user sees."""
+    (error,) = errors(line, *more)
+    return error
+
+
+def errors(line: str, *more: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         rl(line, *more)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return str(caught.value).splitlines()
 
 
 def test_a_teacher_alone_needs_no_reward_and_no_groups() -> None:
@@ -46,6 +50,47 @@ def test_a_teacher_may_be_beside_rewards() -> None:
         assert "without a group to compare" in refused(f"{TEACHER} {reward} {one}")
     in_loss = "--algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator k3"
     assert not rl(f"{TEACHER} {in_loss} {one}").rewards_vary
+
+
+@pytest.mark.parametrize(
+    ("line", "unread"),
+    [
+        ("--algo.advantage.estimator rloo", "algo.advantage.estimator"),
+        ("--algo.advantage.estimator group_norm", "algo.advantage.estimator"),
+        ("--algo.advantage.estimator dr_grpo --algo.loss_agg token", "algo.advantage.estimator"),
+        ("--algo.advantage.estimator dr_grpo --actor.policy_loss_type gspo", "algo.advantage.estimator"),
+        (
+            "--algo.loss_agg token --algo.advantage.estimator reinforce --algo.advantage.gamma 0.9",
+            "algo.advantage.gamma",
+        ),
+        ("--algo.advantage.estimator reinforce --algo.advantage.no_std_norm", "algo.advantage.no_std_norm"),
+        ("--reward.max_failed_fraction 0.5", "reward.max_failed_fraction"),
+        ("--reward.time_limit_s 5", "reward.time_limit_s"),
+    ],
+)
+def test_settings_that_only_rewards_give_a_meaning_are_refused_with_a_teacher_alone(line: str, unread: str) -> None:
+    in_loss = "--algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator k3"
+    for alone in (TEACHER, f"{TEACHER} {in_loss}"):
+        assert any(f"{unread} would not be read: no" in error for error in errors(f"{alone} {line}"))
+    rl(f"{TEACHER} --reward.functions math {line}")
+    if "algo.advantage" in line:
+        message = f"{unread} would not be read: nothing but algo.distill."
+        assert any(message in error for error in errors(f"{TEACHER} {line}", *MATH))
+        rl(f"{TEACHER} --algo.kl.init_coef 0.1 {line}")
+
+
+def test_estimators_that_are_read_without_rewards_are_not_refused() -> None:
+    assert rl(f"{TEACHER} --algo.advantage.estimator dr_grpo").aggregation == "constant"
+    rl(f"{TEACHER} --algo.advantage.estimator mine.py:lengths")
+
+
+def test_scores_that_are_only_measured_are_not_clipped() -> None:
+    line = "--reward.clip_range 0 1"
+    assert "reward.clip_range would not be read: all reward sources have weight 0" in refused(
+        f"{TEACHER} {line}", *MATH
+    )
+    rl(f"{TEACHER} {line} --reward.stop_properly_penalty_coef 0", *MATH)
+    rl(f"{TEACHER} {line} --reward.functions math")
 
 
 @pytest.mark.parametrize(

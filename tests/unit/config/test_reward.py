@@ -81,7 +81,11 @@ def test_another_source_replaces_the_default_functions(given: dict[str, Any], fu
         (f"--reward.remote_url {ONE} --reward.num_workers 2", "reward.num_workers", "no reward function scores"),
         (f"{SCORER} --reward.time_limit_s 2", "reward.time_limit_s", "no reward function scores"),
         ("--reward.pass_env A_KEY", "reward.pass_env", "names no function of your own"),
-        (f"{SCORER} --reward.max_failed_fraction 0.5", "reward.max_failed_fraction", "scores every response"),
+        (
+            f"{SCORER} --reward.max_failed_fraction 0.5",
+            "reward.max_failed_fraction",
+            "no reward function or server scores",
+        ),
         ("--reward.model_weight 0.5", "reward.model_weight", "there is no reward.model_name_or_path"),
         ("--reward.normalize_enable", "reward.normalize_enable", "there is no reward.model_name_or_path"),
         ("--reward.num_gpus_per_node 2", "reward.num_gpus_per_node", "there is no reward model"),
