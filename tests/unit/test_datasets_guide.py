@@ -91,7 +91,9 @@ def test_every_command_reads_every_row(command: str, model: str, folder: Path, m
     held = sum(map(len, source.evaluation().values()))
     assert (held > 0) == ("eval_fraction" in command or "mine.yaml" in command)
     images = sum(len(prompt.media) for prompt in prompts)
-    is_of_text = any(word in command for word in ("sft", "dpo", "verl")) and not re.search("llava|turns|texts", command)
+    is_of_text = any(word in command for word in ("sft", "dpo", "steps.jsonl", "verl")) and not re.search(
+        "llava|turns|texts", command
+    )
     assert (images > 0) == (not is_of_text)
     if isinstance(config, RlConfig) and config.reward.user_function is not None:
         spec = config.reward.user_function

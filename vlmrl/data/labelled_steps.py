@@ -105,7 +105,12 @@ class StepStream(PromptStream):
 
 
 def read_step_labels(value: Any, column: str | None) -> tuple[float, ...]:
-    """Return labels of steps as probabilities: booleans, `+` and `-`, or numbers from 0 to 1. Raises UnusableError."""
+    """Return labels of steps as probabilities: booleans, `+` and `-`, or numbers from 0 to 1.
+
+    One boolean is the label of a response of one step. Raises UnusableError.
+    """
+    if isinstance(value, bool):
+        value = [value]
     if not isinstance(value, list | tuple) or not value:
         raise UnusableError("step labels unusable", f"column {column!r} (data.label_key) holds no list of labels")
     labels = []

@@ -59,6 +59,7 @@ def test_a_response_may_belong_to_an_image_and_to_messages(vlm: Processor) -> No
 @pytest.mark.parametrize(
     ("row", "message"),
     [
+        ({"response": "x;y", "labels": True}, "labels do not fit the steps: 1 labels for 2 steps$"),
         ({"response": "x;y", "labels": [1]}, "labels do not fit the steps: 1 labels for 2 steps$"),
         ({"response": "x,y", "labels": [1, 0]}, "2 labels for 1 steps; it has no rm.process_separator"),
         ({"response": "x;y", "labels": [1, 2]}, r"label 2 of column 'labels' .* is 2, not true, false, or a prob"),
@@ -88,5 +89,6 @@ def test_a_dataset_without_labels_is_refused(text_model: Processor) -> None:
 
 def test_numbers_that_are_no_probabilities_are_refused() -> None:
     assert read_step_labels([True, 0, 0.5, "-"], "labels") == (1.0, 0.0, 0.5, 0.0)
+    assert read_step_labels(False, "labels") == (0.0,)
     with pytest.raises(UnusableError):
         read_step_labels([float("nan")], "labels")
