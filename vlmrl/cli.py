@@ -302,7 +302,7 @@ def _memory_plan(words: list[str], *, as_json: bool) -> int:
     given = read(words, known, sorted({name for kind in kinds for name in kind.sections()})).given
     # The first verb that has most of the settings: one that has all, if there is one. Those of engines are settings of
     # sft only where it samples responses.
-    of_engines = () if "eval.generate_enable" in given else ("reward.", "rollout.", "vllm.")
+    of_engines = () if "eval.generate_enable" in given else ("reward.", "rollout.", "vllm.", "train.colocate_all")
     read_by = {
         kind: {name for name in kind.settings() if kind is not SftConfig or not name.startswith(of_engines)}
         for kind in kinds

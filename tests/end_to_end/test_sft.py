@@ -99,6 +99,7 @@ def test_a_thinking_model_that_is_sampled_and_a_run_that_ends_early_with_its_bes
         "eval.steps": 1,
         "eval.early_stop_patience": 2,
         "eval.generate_enable": "true",
+        "train.colocate_all": "true",
         "eval.n_samples_per_prompt": 2,
         "rollout.max_new_tokens": 4,
         "reward.functions": "exact",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,11 +173,14 @@ class RoleBuilder:
         adapter: AdapterPlan | None = None,
         *,
         build: Callable[[], RolloutEngine] | None = None,
+        pools: Sequence[frozenset[str]] = (),
     ) -> RemoteEngines:
         """Return the engines. They make room for `adapter` if they can apply it themselves.
 
         Args:
             build: builds an engine in its process; by default the one that the settings describe.
+            pools: sets of roles that share devices. Engines that share GPUs start before the others: vLLM measures the
+                free memory, and would count what others load meanwhile as its own.
         """
         timeout_s = max(config.vllm.start_timeout_s, config.train.timeout_s)
         build = build or engine_builder(config, adapter)
@@ -187,9 +190,9 @@ class RoleBuilder:
             timeout_s=generation_limit_s(config),
             sleeps=config.vllm.enable_sleep,
             on_progress=report.generated,
-            colocated=partial(self._colocated, config),
+            colocated=partial(self._colocated, pools),
             restarts=EngineRestarts(
-                group, limit=config.vllm.max_restarts, obstacle=self._restart_obstacle(config), say=report.say
+                group, limit=config.vllm.max_restarts, obstacle=self._restart_obstacle(pools), say=report.say
             ),
             keep=keep_media if config.has_agent and config.vllm.max_restarts else None,
         )
@@ -199,18 +202,17 @@ class RoleBuilder:
             report.say(line)
         return engines
 
-    def _restart_obstacle(self, config: RlConfig | EvalConfig) -> str | None:
-        if isinstance(config, RlConfig) and self._shares_gpus(config):
+    def _restart_obstacle(self, pools: Sequence[frozenset[str]]) -> str | None:
+        if self._shares_gpus(pools):
             return "it cannot be started again on GPUs that it shares with the trainer (train.colocate_all)"
         return None
 
-    def _shares_gpus(self, config: RlConfig) -> bool:
+    def _shares_gpus(self, pools: Sequence[frozenset[str]]) -> bool:
         """Whether engines and other roles are on the same GPUs."""
-        return self.machines.has_gpus and any("vllm" in pool for pool in config.pools)
+        return self.machines.has_gpus and any("vllm" in pool for pool in pools)
 
-    def _colocated(self, config: RlConfig | EvalConfig) -> ColocatedGroups:
+    def _colocated(self, pools: Sequence[frozenset[str]]) -> ColocatedGroups:
         """Return the other roles on the engines' devices."""
-        pools = config.pools if isinstance(config, RlConfig) else []
         names = [name for pool in pools if "vllm" in pool for name in sorted(pool - {"vllm"})]
         return [self.groups[name] for name in names if name in self.groups]
 
@@ -227,16 +229,15 @@ class RoleBuilder:
     ) -> Roles:
         """Start all roles. No weights are synced yet. For `build_engine` see `engines`."""
         starts: list[Callable[[], Any]] = [
-            lambda: self.engines(config, report, adapter, build=build_engine),
+            lambda: self.engines(config, report, adapter, build=build_engine, pools=config.pools),
             lambda: self.learners(
                 config, processor, adapter=adapter, critic_adapter=critic_adapter, num_rows=num_rows, say=report.say
             ),
             lambda: self.rewarder(config, report.say),
             lambda: self._reward_models(config),
         ]
-        # In parallel: starts mostly wait for imports and files. But vLLM measures the free memory of its GPUs, and
-        # would count what other roles load meanwhile as its own.
-        first = [starts.pop(0)()] if self._shares_gpus(config) else []
+        # In parallel: starts mostly wait for imports and files.
+        first = [starts.pop(0)()] if self._shares_gpus(config.pools) else []
         engines, learners, rewarder, models = [*first, *run_parallel(*starts)]
         ranks = learners.policy.ranks
         plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))

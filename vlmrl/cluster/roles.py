@@ -39,10 +39,12 @@ def plan_arguments(config: TrainingConfig | EvalConfig, machines: Session) -> di
         ]
     if isinstance(config, RlConfig | EvalConfig) or (isinstance(config, SftConfig) and config.eval.generate_enable):
         roles.append(Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"))
-    shared = config.pools if isinstance(config, RlConfig) else []
+    shared = [] if isinstance(config, EvalConfig) else config.pools
     arguments: dict[str, Any] = {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
     if isinstance(config, RlConfig) and config.train.queue_size:
         arguments["sharing"] = _sharing_of_async(config)
+    elif not isinstance(config, RlConfig | SftConfig):
+        arguments["sharing"] = []
     return arguments
 
 

@@ -19,7 +19,7 @@ from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
-from vlmrl.config.verbs import RlConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ClusterError
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter, vision_trains
 from vlmrl.models.load import skeleton
@@ -161,20 +161,22 @@ def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
     if isinstance(config, DpoConfig):
         roles += _reference(config, tokens, machine.device)
     if isinstance(config, RlConfig):
-        sequence = sequence_bytes(size, vllm=config.vllm, ds=config.ds, tokens=config.max_sequence_tokens)
-        settings_of_length = config.settings_of_length
         if config.has_critic:
             roles.append(_critic(config, actor, machine.device))
         roles += _frozen(config, max(tokens, config.rollout.max_tokens_per_gpu or 0), machine.device)
+    sampling = config.generation if isinstance(config, SftConfig) else config
+    if isinstance(sampling, RlConfig | EvalConfig):
+        sequence = sequence_bytes(size, vllm=sampling.vllm, ds=config.ds, tokens=sampling.max_sequence_tokens)
+        settings_of_length = sampling.settings_of_length
         serving = engine_memory(
             size,
-            vllm=config.vllm,
+            vllm=sampling.vllm,
             ds=config.ds,
             adapter=adapter,
             device=machine.device,
             device_bytes=machine.device_bytes,
         )
-        roles.append((serving, config.vllm.num_engines * config.vllm.tensor_parallel_size))
+        roles.append((serving, sampling.vllm.num_engines * sampling.vllm.tensor_parallel_size))
     separate = [role.name for role, _ in roles if role.name != "critic" or not _is_with_actor(config)]
     complete = tuple((_with_process(role, machine, has_imports=role.name in separate), count) for role, count in roles)
     return MemoryPlan(complete, tuple(_shares(config, complete, machine)), sequence, settings_of_length)
@@ -298,7 +300,7 @@ def _shares(config: TrainingConfig, roles: tuple[tuple[RoleMemory, int], ...], m
         pool = tuple(role for role in all_roles if role.name in names)
         needs = {role.name: role.num_bytes() for role in pool}
         needed = sum(needs.values())
-        if isinstance(config, RlConfig) and config.vllm.enable_sleep and "vllm" in needs:
+        if isinstance(config, RlConfig | SftConfig) and config.vllm.enable_sleep and "vllm" in needs:
             # Engines sleep while other roles train. Those free the memory of their passes, and keep the rest.
             others = [p for role in pool if role.name != "vllm" for p in role.parts]
             kept = sum(p.num_bytes for p in others if p.stays and not p.in_host_memory)
@@ -311,7 +313,7 @@ def _shares(config: TrainingConfig, roles: tuple[tuple[RoleMemory, int], ...], m
 
 def _pools(config: TrainingConfig) -> list[set[str]]:
     """Sets of roles that share GPUs; a role with its own GPUs is a set by itself."""
-    pools = [set(pool) for pool in config.pools] if isinstance(config, RlConfig) else [{"actor"}]
+    pools = [set(pool) for pool in config.pools or [frozenset({"actor"})]]
     for pool in pools:
         if "actor" in pool and _is_with_actor(config):
             pool.add("critic")

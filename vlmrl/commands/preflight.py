@@ -52,7 +52,7 @@ def actor_adapter_plan(config: TrainingConfig, processor: Processor) -> AdapterP
         ConfigError: the model has no such layers, or they are frozen, or the engines do not support these settings.
     """
     plan = plan_adapter(config.actor, config.ds.lora, processor)
-    if isinstance(config, RlConfig):
+    if isinstance(config, RlConfig) or (isinstance(config, SftConfig) and config.generation is not None):
         check_engine_base(plan, ds=config.ds, vllm=config.vllm)
     return plan
 
@@ -210,10 +210,10 @@ def format_checkpoint_plan(config: TrainingConfig | EvalConfig) -> list[str]:
 def check_hardware(config: TrainingConfig | EvalConfig, machines: Session, adapter: AdapterPlan | None = None) -> None:
     """Raise ConfigError for settings that need a GPU where there is none, or that the engines' GPUs do not support."""
     if machines.has_gpus:
-        if isinstance(config, RlConfig):
+        if isinstance(config, RlConfig) or (isinstance(config, SftConfig) and config.generation is not None):
             check_engine_dtype(adapter, config.ds.param_dtype, has_gpu=True)
         return
-    if isinstance(config, RlConfig | EvalConfig) and config.vllm.enable_sleep:
+    if isinstance(config, RlConfig | EvalConfig | SftConfig) and config.vllm.enable_sleep:
         raise ConfigError("vllm.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
     if isinstance(config, RlConfig) and config.ds.enable_sleep:
         raise ConfigError("ds.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
@@ -274,7 +274,7 @@ def _place(config: TrainingConfig | EvalConfig, adapter: AdapterPlan | None, con
         unknown = "a dry run does not contact the cluster of RAY_ADDRESS"
         print_line(console, f"warning: placement: {error}; {unknown}")
         return
-    if isinstance(config, RlConfig):
+    if isinstance(config, RlConfig | SftConfig):
         check_devices(config.vllm, machines, places)
     console.print(placement_table(places, machines))
 

@@ -164,7 +164,7 @@ def run_session(
         machines = outer.enter_context(session())
         check_hardware(config, machines, adapter)
         places = plan(**plan_arguments(config, machines))
-        if isinstance(config, RlConfig):
+        if isinstance(config, RlConfig | SftConfig):
             check_devices(config.vllm, machines, places)
         machines.roster.dump = log.write
         check_nodes(config, machines, places, folder.root)

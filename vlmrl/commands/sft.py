@@ -31,27 +31,19 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
     folder, processor, warnings = prepare(config, dry_run=dry_run)
     adapter = actor_adapter_plan(config, processor)
     if dry_run:
-        return check_data(config, warnings)
-    with run_session(config, folder, warnings) as (builder, report):
+        return check_data(config, warnings, adapter)
+    with run_session(config, folder, warnings, adapter) as (builder, report):
         prompts = builder.prompts(config, report.say)
         check_steps(config, prompts.num_rows)
         sets = with_metric_names(prompts.evaluation_samples())
         num_rows = prompts.num_rows
-        questions = {} if config.generation is None else read_questions(config, prompts, report.say)
+        sampling = config.generation
+        # Before the model: engines that share its GPUs measure the memory that is free there.
+        sampler = None if sampling is None else _Sampler(config, sampling, prompts, builder, report, adapter)
         policy = builder.learners(config, processor, adapter=adapter, num_rows=num_rows, say=report.say).policy
         measure: Callable[[int], Metrics] = partial(measure_likelihood, sets=sets, policy=policy)
-        if config.generation is not None:
-            generate = make_generation(
-                config,
-                config.generation,
-                builder,
-                report,
-                questions,
-                Transcripts(folder.rollouts, prompts.save_media),
-                policy,
-                adapter,
-            )
-            measure = _both(measure, generate)
+        if sampler is not None:
+            measure = _both(measure, sampler.evaluation(policy, Transcripts(folder.rollouts, prompts.save_media)))
         stage = Stage(prompts.draw_samples, policy.fit, measure)
         run_stage(stage, config, folder, builder, report, prompts, policy, has_adapter=adapter is not None)
 
@@ -71,35 +63,43 @@ def read_questions(config: SftConfig, prompts: RemotePrompts, say: Callable[[str
     return sets
 
 
-def make_generation(
-    config: SftConfig,
-    sampling: EvalConfig,
-    builder: RoleBuilder,
-    report: RunReport,
-    questions: dict[str, list[Prompt]],
-    transcripts: Transcripts,
-    policy: RemotePolicy,
-    adapter: AdapterPlan | None,
-) -> Callable[[int], Metrics]:
-    """Start engines and reward functions; return the evaluation of the policy's responses after a step."""
-    engines = builder.engines(sampling, report, adapter)
-    plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))
-    weight_sync = WeightSync(policy.ranks.group, engines, plan)
-    evaluate: Callable[[int], Metrics] = partial(
-        evaluate_policy,
-        config=sampling,
-        sets=questions,
-        engine=engines,
-        rewarder=RewardSources(builder.rewarder(sampling, report.say), [], say=report.say),
-        policy=policy,
-        transcripts=transcripts,
-    )
+class _Sampler:
+    """Samples and scores responses of the current model to the held-out questions."""
 
-    def measure(step: int) -> Metrics:
-        weight_sync.sync(step)
-        return evaluate(step)
+    def __init__(
+        self,
+        config: SftConfig,
+        sampling: EvalConfig,
+        prompts: RemotePrompts,
+        builder: RoleBuilder,
+        report: RunReport,
+        adapter: AdapterPlan | None,
+    ) -> None:
+        """Start engines and reward functions."""
+        self._config = sampling
+        self._questions = read_questions(config, prompts, report.say)
+        self._engines = builder.engines(sampling, report, adapter, pools=config.pools)
+        self._reward_sources = RewardSources(builder.rewarder(sampling, report.say), [], say=report.say)
+        reaches_vision = vision_trains(config.actor, adapter)
+        self._plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=reaches_vision)
 
-    return measure
+    def evaluation(self, policy: RemotePolicy, transcripts: Transcripts) -> Callable[[int], Metrics]:
+        """Return the evaluation of the policy's responses after a step."""
+        weight_sync = WeightSync(policy.ranks.group, self._engines, self._plan)
+
+        def measure(step: int) -> Metrics:
+            weight_sync.sync(step)
+            return evaluate_policy(
+                step,
+                config=self._config,
+                sets=self._questions,
+                engine=self._engines,
+                rewarder=self._reward_sources,
+                policy=policy,
+                transcripts=transcripts,
+            )
+
+        return measure
 
 
 def _both(one: Callable[[int], Metrics], other: Callable[[int], Metrics]) -> Callable[[int], Metrics]:

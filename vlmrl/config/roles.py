@@ -13,7 +13,7 @@ from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.names import settings
 from vlmrl.config.optimizer import unread_of_optimizer
 from vlmrl.config.rollout import Eval, EvalRows
-from vlmrl.config.train import TrainRl
+from vlmrl.config.train import SftLoop, TrainRl
 from vlmrl.config.vllm import Vllm
 
 REWARD_MODELS = ("reward_model", "process_model")
@@ -113,7 +113,7 @@ def conflicts_of_sleep(ds: Ds, train: TrainRl, trained: Mapping[str, tuple[int |
     return conflicts
 
 
-def conflicts_of_devices(vllm: Vllm, train: TrainRl) -> list[str]:
+def conflicts_of_devices(vllm: Vllm, train: TrainRl | SftLoop) -> list[str]:
     conflicts = []
     if vllm.enable_sleep and not train.colocate_all:
         conflicts.append("vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all")

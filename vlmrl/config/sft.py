@@ -32,8 +32,8 @@ class SftEval(EvalRows, EvalBase):
     """Evaluation on held-out rows: the loss of their responses, and responses of the model."""
 
     generate_enable: bool = False
-    """Also sample responses to the held-out questions, with engines of their own (`vllm.*`), and score them with
-    `reward.functions`: pass@k, lengths and transcripts, as in `rl`. A row without a label is compared with its
+    """Also sample responses to the held-out questions, with engines (`vllm.*`), and score them with `reward.functions`:
+    pass@k, lengths and transcripts, as in `rl`. A row without a label is compared with its
     response; one whose label they cannot use (a response that reasons first, for `math`) gets no responses."""
 
 
@@ -56,7 +56,7 @@ def unread_of_generation(evaluation: SftEval) -> Unread:
         *(f"eval.{name}" for name in ("temperature", "n_samples_per_prompt", "breakdown_key")),
         *settings(Scoring, "reward."),
         *settings(Vllm, "vllm."),
-        "rollout.max_new_tokens",
+        *("rollout.max_new_tokens", "train.colocate_all"),
     )
     return dict.fromkeys(names, "eval.generate_enable is off, so no responses are sampled")
 

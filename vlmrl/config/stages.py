@@ -14,7 +14,7 @@ from vlmrl.config.reward import Scoring
 from vlmrl.config.rm import RewardActor, Rm
 from vlmrl.config.rollout import EvalOnly, EvalRows, Rollout
 from vlmrl.config.sft import Sft, SftData, SftEval
-from vlmrl.config.train import AgentLoop, Loop
+from vlmrl.config.train import AgentLoop, Loop, SftLoop
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig
 from vlmrl.config.vllm import Vllm
@@ -52,9 +52,7 @@ class SftConfig(SupervisedConfig):
     verb: ClassVar[str] = "sft"
 
     omits: ClassVar[frozenset[str]] = (
-        _ONLY_OF_RL
-        | all_but(Rollout, "rollout", "max_new_tokens")
-        | frozenset({"vllm.max_logprob_diff", "vllm.enable_sleep"})
+        _ONLY_OF_RL | all_but(Rollout, "rollout", "max_new_tokens") | frozenset({"vllm.max_logprob_diff"})
     )
 
     data: SftData
@@ -63,6 +61,11 @@ class SftConfig(SupervisedConfig):
     reward: Scoring = Scoring()
     rollout: Rollout = Rollout()
     vllm: Vllm = Vllm()
+    train: SftLoop = SftLoop()
+
+    @property
+    def pools(self) -> list[frozenset[str]]:
+        return [frozenset({"actor", "vllm"})] if self.train.colocate_all else []
 
     @property
     def has_other_frozen_tower(self) -> bool:
@@ -106,6 +109,7 @@ class SftConfig(SupervisedConfig):
             *sft.conflicts_of_generation(self.eval, self.sft),
             *rollout.conflicts_of_eval(self.eval, evaluates=self.eval.generate_enable),
             *(reward.conflicts_of_no_source(self.reward) if self.eval.generate_enable else ()),
+            *(roles.conflicts_of_devices(self.vllm, self.train) if self.eval.generate_enable else ()),
             *super().conflicts(),
         ]
 

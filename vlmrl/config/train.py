@@ -36,6 +36,13 @@ class Loop(Section):
     checkpoint, ending all processes. Remaining processes are then killed."""
 
 
+class SftLoop(Loop):
+    """The loop of `vlmrl sft`."""
+
+    colocate_all: bool = False
+    """The model and the engines of `eval.generate_enable` share devices, which they use in turn."""
+
+
 class AgentLoop(Loop):
     """The loop of verbs that sample responses."""
 

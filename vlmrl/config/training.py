@@ -53,6 +53,11 @@ class TrainingConfig(VerbConfig):
         return False
 
     @property
+    def pools(self) -> list[frozenset[str]]:
+        """Sets of roles that share devices and use them in turn."""
+        return []
+
+    @property
     def has_reference(self) -> bool:
         """The run has a separate reference model."""
         return False

@@ -168,7 +168,6 @@ class RlConfig(TrainingConfig, AgentConfig):
 
     @property
     def pools(self) -> list[frozenset[str]]:
-        """Sets of roles that share devices and use them in turn."""
         return roles.pools(self.train, critic_is_with_actor=self.critic_is_with_actor)
 
     def conflicts(self) -> list[str]:

@@ -55,6 +55,10 @@ def test_the_roles_are_those_that_the_run_starts(folder: Callable[..., Path]) ->
     ((taught, count),) = memory_plan(load(SftConfig, words.split()), HOST).roles
     parts = {part.name: part.num_bytes for part in taught.parts}
     assert (count, parts["teacher"]) == (1, parts["weights"])
+    words = f"--actor.model_name_or_path {model} --data.prompt_dataset d --eval.dataset e --eval.generate_enable true"
+    assert names(memory_plan(load(SftConfig, words.split()), HOST)) == [("actor", 1), ("vllm", 1)]
+    sharing = load(SftConfig, [*words.split(), "--train.colocate_all"])
+    assert [share.name for share in memory_plan(sharing, GPU).shares] == ["a GPU of actor and vllm", "main memory"]
 
 
 def test_a_pair_of_responses_is_one_pack_at_least(folder: Callable[..., Path]) -> None:

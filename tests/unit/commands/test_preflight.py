@@ -20,7 +20,7 @@ from vlmrl.commands.preflight import (
     format_checkpoint_plan,
 )
 from vlmrl.config.load import load
-from vlmrl.config.stages import SftConfig
+from vlmrl.config.stages import DpoConfig, SftConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models import tiny
@@ -259,3 +259,19 @@ def test_supervised_training_places_engines_only_where_it_samples(words: str, pl
     config = load(SftConfig, f"{needed} {words}".split())
     machines = Session((Node(id="", num_cpus=8, num_gpus=0),))
     assert [role.name for role in plan_arguments(config, machines)["roles"]] == placed
+
+
+def test_engines_of_supervised_training_may_share_its_devices() -> None:
+    needed = "--actor.model_name_or_path m --data.prompt_dataset d --eval.dataset e --eval.generate_enable true"
+    machines = Session((Node(id="", num_cpus=1, num_gpus=0),))
+    with pytest.raises(ClusterError, match=r"vllm requires 1 CPU core .*, or share devices with --train.colocate_all$"):
+        plan(**plan_arguments(load(SftConfig, needed.split()), machines))
+    places = plan(**plan_arguments(load(SftConfig, [*needed.split(), "--train.colocate_all"]), machines))
+    assert places["actor"] == places["vllm"]
+
+
+def test_sharing_devices_is_not_advised_where_no_setting_shares_them() -> None:
+    needed = "--actor.model_name_or_path m --data.prompt_dataset d"
+    machines = Session((Node(id="", num_cpus=1, num_gpus=0),))
+    with pytest.raises(ClusterError, match=r"ref requires 1 CPU core .*: lower --ref.num_gpus_per_node$"):
+        plan(**plan_arguments(load(DpoConfig, needed.split()), machines))

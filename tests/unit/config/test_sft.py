@@ -32,7 +32,10 @@ def test_conversations_need_a_chat_template() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["eval.temperature 1", "reward.functions exact", "vllm.num_engines 2", "rollout.max_new_tokens 9"],
+    [
+        *("eval.temperature 1", "reward.functions exact", "vllm.num_engines 2", "rollout.max_new_tokens 9"),
+        "train.colocate_all true",
+    ],
 )
 def test_settings_of_sampling_are_read_only_where_responses_are_sampled(setting: str) -> None:
     name = setting.partition(" ")[0]
@@ -49,6 +52,19 @@ def test_sampling_has_the_runs_settings() -> None:
     assert (generation.eval.n_samples_per_prompt, generation.train.seed) == (4, 3)
     assert generation.max_sequence_tokens == generation.data.max_len + generation.rollout.max_new_tokens
     assert not generation.has_agent
+
+
+def test_engines_may_share_the_devices_of_the_model() -> None:
+    sampled = "--eval.dataset e --eval.generate_enable true"
+    config = load(SftConfig, [*NEEDED, *sampled.split(), "--train.colocate_all", "--vllm.enable_sleep"])
+    assert config.pools == [{"actor", "vllm"}]
+    assert load(SftConfig, [*NEEDED, *sampled.split()]).pools == []
+    assert "vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all" in mistake(
+        f"{sampled} --vllm.enable_sleep"
+    )
+    assert "vllm.sync_backend nccl cannot connect" in mistake(
+        f"{sampled} --vllm.sync_backend nccl --train.colocate_all"
+    )
 
 
 def test_sampling_needs_questions_noise_and_a_reward() -> None:
