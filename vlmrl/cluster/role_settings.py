@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from vlmrl.agents.settings import AgentEngineSettings, EnvironmentSettings, attempt_limit_s
 from vlmrl.algorithms.corrections import Correction
@@ -14,11 +14,14 @@ from vlmrl.cluster.data import SourceSettings, put, row_requirements
 from vlmrl.cluster.rewards import RewarderSettings
 from vlmrl.config.base import is_function_spec
 from vlmrl.config.bench_verbs import RolloutBench
+from vlmrl.config.data import Columns
+from vlmrl.config.ds import Ds
 from vlmrl.config.num_steps import optimizer_steps
 from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig, SupervisedConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
+from vlmrl.config.vision import Vision
 from vlmrl.learning.settings import (
     CriticSettings,
     InnerTeacherSettings,
@@ -117,16 +120,25 @@ def engine_settings(config: RlConfig | EvalConfig, adapter: AdapterPlan | None =
     )
 
 
+class _OfEveryRole(TypedDict):
+    ds: Ds
+    columns: Columns
+    vision: Vision
+
+
+def _of_every_role(config: TrainingConfig) -> _OfEveryRole:
+    """Settings that all roles with a model have."""
+    return {"ds": config.ds, "columns": config.data, "vision": config.vision}
+
+
 def policy_settings(config: TrainingConfig, adapter: AdapterPlan | None, num_rows: int) -> PolicySettings:
     """Settings of the policy. `num_rows` counts the training data."""
     rl = config if isinstance(config, RlConfig) else None
     frozen = max(0, rl.critic.freezing_steps) if rl is not None and rl.has_critic else 0
     return PolicySettings(
         actor=config.actor,
-        ds=config.ds,
         loop=config.train,
-        columns=config.data,
-        vision=config.vision,
+        **_of_every_role(config),
         total_steps=optimizer_steps(config, num_rows, frozen=frozen),
         loss=None if rl is None else policy_loss(rl),
         temperature=1.0 if rl is None else rl.rollout.temperature,
@@ -141,10 +153,8 @@ def reward_trainer_settings(config: RmConfig, adapter: AdapterPlan | None, num_r
     """Settings of the reward model that a run trains. `num_rows` counts the training data."""
     return RewardTrainerSettings(
         actor=config.actor,
-        ds=config.ds,
         loop=config.train,
-        columns=config.data,
-        vision=config.vision,
+        **_of_every_role(config),
         total_steps=optimizer_steps(config, num_rows),
         adapter=adapter,
     )
@@ -163,10 +173,8 @@ def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int
     return CriticSettings(
         critic=config.resolved_critic,
         adapter=adapter,
-        ds=config.ds,
         loop=config.train,
-        columns=config.data,
-        vision=config.vision,
+        **_of_every_role(config),
         total_steps=optimizer_steps(config, num_rows),
     )
 
@@ -177,9 +185,7 @@ def reference_settings(config: RlConfig | DpoConfig) -> ReferenceSettings:
     rollout = config.rollout if isinstance(config, RlConfig) else None
     return ReferenceSettings(
         actor=config.actor.model_copy(update={"model_name_or_path": path}),
-        ds=config.ds,
-        columns=config.data,
-        vision=config.vision,
+        **_of_every_role(config),
         temperature=1.0 if rollout is None else rollout.temperature,
         bans=rollout is not None and rollout.top_p == 1.0,
     )
@@ -194,10 +200,8 @@ def teacher_settings(config: RlConfig) -> TeacherSettings | None:
         path=distill.teacher_model_name_or_path,
         flag="algo.distill.teacher_model_name_or_path",
         actor=config.actor,
-        ds=config.ds,
         loop=config.train,
-        columns=config.data,
-        vision=config.vision,
+        **_of_every_role(config),
         temperature=config.rollout.temperature,
         bans=config.rollout.top_p == 1.0,
         offload=distill.offload,
@@ -215,10 +219,8 @@ def reward_model_settings(config: RlConfig) -> dict[str, RewardModelSettings]:
             path=path,
             flag=flags[role],
             actor=config.actor,
-            ds=config.ds,
             loop=config.train,
-            columns=config.data,
-            vision=config.vision,
+            **_of_every_role(config),
             offload=reward.offload,
             normalize=role == outcome and reward.normalize_enable,
             separator=reward.process_separator if role == process else None,

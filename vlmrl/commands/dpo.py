@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from vlmrl.cluster.preferences import PreferencePolicy, Reference
 from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.cluster.role_settings import preference_loss
-from vlmrl.commands.preflight import actor_adapter_plan, check_data
-from vlmrl.commands.run import prepare, run_session
-from vlmrl.commands.stage import Stage, run_stage
-from vlmrl.config.num_steps import check_steps, last_step
+from vlmrl.commands.stage import Stage, StageRun, run_stage
+from vlmrl.config.num_steps import last_step
 from vlmrl.config.stages import DpoConfig
 from vlmrl.data.judgements import Judged, mismatched
 from vlmrl.data.pairs import Pairs
@@ -30,29 +29,24 @@ from vlmrl.types import Metrics, Sample
 
 def train_dpo(config: DpoConfig, *, dry_run: bool = False) -> None:
     """Check the settings, start the models, resume if there is a checkpoint, train, and write the final model."""
-    folder, processor, warnings = prepare(config, dry_run=dry_run)
-    adapter = actor_adapter_plan(config, processor)
-    if dry_run:
-        return check_data(config, warnings)
-    with run_session(config, folder, warnings) as (builder, report):
-        rows = builder.prompts(config, report.say)
-        check_steps(config, rows.num_rows)
-        if not config.dpo.is_paired:
-            rows.check_classes()
-        sets = with_metric_names(_evaluation_sets(config, rows))
-        learners = builder.learners(config, processor, adapter=adapter, num_rows=rows.num_rows, say=report.say)
-        cache = None
-        if config.dpo.needs_reference and config.dpo.precompute_reference:
-            # The policy still has its initial weights: checkpoints are restored later, and a new adapter adds nothing.
-            cache = _precomputed(config, folder, rows, list(sets.values()), learners.policy, report)
-        policy = PreferencePolicy(learners.policy, preference_loss(config), learners.reference, cache)
-        evaluation = PreferenceEvaluation(sets, policy)
-        stage = (
-            Stage(rows.draw_pairs, policy.fit_pairs, evaluation.measure)
-            if config.dpo.is_paired
-            else Stage(rows.draw_judged, policy.fit_judged, evaluation.measure)
-        )
-        run_stage(stage, config, folder, builder, report, rows, policy, has_adapter=adapter is not None)
+    run_stage(config, partial(_start, config), dry_run=dry_run)
+
+
+def _start(config: DpoConfig, run: StageRun) -> Stage:
+    rows, report = run.rows, run.report
+    if not config.dpo.is_paired:
+        rows.check_classes()
+    sets = with_metric_names(_evaluation_sets(config, rows))
+    learners = run.builder.learners(config, run.processor, adapter=run.adapter, num_rows=run.num_rows, say=report.say)
+    cache = None
+    if config.dpo.needs_reference and config.dpo.precompute_reference:
+        # The policy still has its initial weights: checkpoints are restored later, and a new adapter adds nothing.
+        cache = _precomputed(config, run.folder, rows, list(sets.values()), learners.policy, report)
+    policy = PreferencePolicy(learners.policy, preference_loss(config), learners.reference, cache)
+    measure = PreferenceEvaluation(sets, policy).measure
+    if config.dpo.is_paired:
+        return Stage(policy, rows.draw_pairs, policy.fit_pairs, measure)
+    return Stage(policy, rows.draw_judged, policy.fit_judged, measure)
 
 
 def _evaluation_sets(config: DpoConfig, rows: RemotePrompts) -> dict[str, Pairs | Judged]:

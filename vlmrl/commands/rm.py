@@ -7,10 +7,7 @@ from functools import partial
 
 from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.cluster.reward_trainer import RemoteRewardTrainer, start_reward_trainer
-from vlmrl.commands.preflight import actor_adapter_plan, check_data
-from vlmrl.commands.run import prepare, run_session
-from vlmrl.commands.stage import Stage, run_stage
-from vlmrl.config.num_steps import check_steps
+from vlmrl.commands.stage import Stage, StageRun, run_stage
 from vlmrl.config.stages import RmConfig
 from vlmrl.errors import EndOfRowsError
 from vlmrl.trainer.evaluation import with_metric_names
@@ -23,18 +20,16 @@ _NUM_FIRST_PAIRS = 128
 
 def train_rm(config: RmConfig, *, dry_run: bool = False) -> None:
     """Check the settings, start the model, resume if there is a checkpoint, train, and write the final model."""
-    folder, processor, warnings = prepare(config, dry_run=dry_run)
-    adapter = actor_adapter_plan(config, processor)
-    if dry_run:
-        return check_data(config, warnings)
-    with run_session(config, folder, warnings) as (builder, report):
-        rows = builder.prompts(config, report.say)
-        num_rows = rows.num_rows
-        check_steps(config, num_rows)
-        stage_of = _pair_stage(rows) if config.rm.kind == "outcome" else _step_stage(rows)
-        model = start_reward_trainer(builder, config, processor, adapter=adapter, num_rows=num_rows, say=report.say)
-        # Adapters are merged into the model that is written: a run reads a reward model as a whole.
-        run_stage(stage_of(model), config, folder, builder, report, rows, model, has_adapter=False)
+
+    def start(run: StageRun) -> Stage:
+        stage_of = _pair_stage(run.rows) if config.rm.kind == "outcome" else _step_stage(run.rows)
+        model = start_reward_trainer(
+            run.builder, config, run.processor, adapter=run.adapter, num_rows=run.num_rows, say=run.report.say
+        )
+        return stage_of(model)
+
+    # Adapters are merged into the model that is written: a run reads a reward model as a whole.
+    run_stage(config, start, dry_run=dry_run, merges_adapter=True)
 
 
 def _pair_stage(rows: RemotePrompts) -> Callable[[RemoteRewardTrainer], Stage]:
@@ -45,6 +40,7 @@ def _pair_stage(rows: RemotePrompts) -> Callable[[RemoteRewardTrainer], Stage]:
     def stage(model: RemoteRewardTrainer) -> Stage:
         model.responses_of_scale = scaled
         return Stage(
+            model,
             rows.draw_pairs,
             lambda pairs: model.fit_pairs(pairs.samples, pairs.margins.tolist()),
             partial(measure_pairs, sets=sets, model=model),
@@ -59,6 +55,7 @@ def _step_stage(rows: RemotePrompts) -> Callable[[RemoteRewardTrainer], Stage]:
 
     def stage(model: RemoteRewardTrainer) -> Stage:
         return Stage(
+            model,
             rows.draw_steps,
             lambda steps: model.fit_steps(steps.samples, steps.labels),
             partial(measure_steps, sets=sets, model=model),

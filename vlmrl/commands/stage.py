@@ -1,4 +1,4 @@
-"""What the verbs share that learn from the rows of a dataset: resume, train, evaluate, save."""
+"""What the verbs share that learn from the rows of a dataset: checks, rows, resume, train, evaluate, save."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any, NamedTuple
 
 from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.prompts import RemotePrompts
-from vlmrl.commands.run import begin_steps
+from vlmrl.commands.preflight import actor_adapter_plan, check_data
+from vlmrl.commands.run import begin_steps, prepare, run_session
+from vlmrl.config.num_steps import check_steps
 from vlmrl.config.stages import SupervisedConfig
+from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.run_folder import RunFolder
+from vlmrl.plugins import Processor
 from vlmrl.trainer.collect import Ending
 from vlmrl.trainer.evaluations import Evaluations
 from vlmrl.trainer.run_checkpoints import RunCheckpoints, SavedPolicy
@@ -19,9 +23,22 @@ from vlmrl.trainer.supervised import fit
 from vlmrl.types import Metrics
 
 
+class StageRun(NamedTuple):
+    """A run whose rows are ready, and whose model is still to be started."""
+
+    folder: RunFolder
+    processor: Processor
+    adapter: AdapterPlan | None
+    builder: RoleBuilder
+    report: RunReport
+    rows: RemotePrompts
+    num_rows: int
+
+
 class Stage(NamedTuple):
     """What a verb does with its rows."""
 
+    model: SavedPolicy
     draw: Callable[[int], tuple[Any, Metrics]]
     """Returns the next rows as one batch, and metrics of fetching them."""
     update: Callable[[Any], Metrics]
@@ -31,22 +48,33 @@ class Stage(NamedTuple):
 
 
 def run_stage(
-    stage: Stage,
-    config: SupervisedConfig,
-    folder: RunFolder,
-    builder: RoleBuilder,
-    report: RunReport,
-    rows: RemotePrompts,
-    model: SavedPolicy,
-    *,
-    has_adapter: bool,
+    config: SupervisedConfig, start: Callable[[StageRun], Stage], *, dry_run: bool, merges_adapter: bool = False
 ) -> None:
+    """Check the settings, start the model, resume if there is a checkpoint, train, and write the final model.
+
+    Args:
+        start: starts the models of the verb, and reads its held-out rows.
+        merges_adapter: the final model has its adapters merged in, instead of an adapter beside the model.
+    """
+    folder, processor, warnings = prepare(config, dry_run=dry_run)
+    adapter = actor_adapter_plan(config, processor)
+    if dry_run:
+        return check_data(config, warnings, adapter)
+    with run_session(config, folder, warnings, adapter) as (builder, report):
+        rows = builder.prompts(config, report.say)
+        num_rows = rows.num_rows
+        check_steps(config, num_rows)
+        run = StageRun(folder, processor, adapter, builder, report, rows, num_rows)
+        _train(config, run, start(run), has_adapter=adapter is not None and not merges_adapter)
+
+
+def _train(config: SupervisedConfig, run: StageRun, stage: Stage, *, has_adapter: bool) -> None:
     """Resume if there is a checkpoint, train, evaluate, and write the final model."""
-    num_rows = rows.num_rows
-    checkpoints = RunCheckpoints(config, folder, rows, model, report)
-    done, last, _ = begin_steps(config, checkpoints, model, num_rows=num_rows)
+    report, num_rows = run.report, run.num_rows
+    checkpoints = RunCheckpoints(config, run.folder, run.rows, stage.model, report)
+    done, last, _ = begin_steps(config, checkpoints, stage.model, num_rows=num_rows)
     evaluations = Evaluations(config, stage.measure, checkpoints, report, last=last)
-    builder.stack.enter_context(checkpoints.saving_on_stop())
+    run.builder.stack.enter_context(checkpoints.saving_on_stop())
     if done == 0 or checkpoints.evaluation_is_pending:
         report.evaluation(done, evaluations.run(done))
     if evaluations.stop_reason is not None:  # the evaluation that a stop had interrupted was the last

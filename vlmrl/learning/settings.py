@@ -29,6 +29,41 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSettings:
+    """Settings that all roles have."""
+
+    ds: Ds
+    columns: Columns
+    vision: Vision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedSettings(RoleSettings):
+    """Settings that all trained models have."""
+
+    loop: Loop
+    total_steps: int
+    """Optimizer steps of the model in the whole run."""
+    adapter: AdapterPlan | None = None
+    """Only this adapter trains, and a score layer or value head if the model has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenSettings(RoleSettings):
+    """Settings of a frozen model that scores the responses of another."""
+
+    path: str
+    """Folder or Hub id of the model."""
+    flag: str
+    """The setting that `path` came from, for messages."""
+    actor: Model
+    """The model that generates the responses; both must use the same tokens and image processing."""
+    loop: Loop
+    offload: bool = False
+    """Keep the weights in main memory while nothing is scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InnerTeacherSettings:
     """Settings of the teacher of supervised training, in the student's process; the rest are the student's."""
 
@@ -40,23 +75,15 @@ class InnerTeacherSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicySettings:
-    """Settings of `Policy`."""
+class PolicySettings(TrainedSettings):
+    """Settings of `Policy`. An adapter starts from `actor.adapter_name_or_path` if that is set."""
 
     actor: Model
-    ds: Ds
-    loop: Loop
-    columns: Columns
-    vision: Vision
-    total_steps: int
-    """Optimizer steps of the whole run."""
     loss: PolicyLoss | None
     """None for supervised training."""
     temperature: float
     bans: bool
     """Log-probs are of the distribution without the tokens that the engines never sample."""
-    adapter: AdapterPlan | None = None
-    """Only this adapter trains, starting from `actor.adapter_name_or_path` if that is set."""
     teacher: InnerTeacherSettings | None = None
     """For supervised training only."""
     ema_beta: float | None = None
@@ -69,13 +96,10 @@ class PolicySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceSettings:
+class ReferenceSettings(RoleSettings):
     """Settings of `Reference`: all but `actor` are the policy's, so that both score the same distribution."""
 
     actor: Model
-    ds: Ds
-    columns: Columns
-    vision: Vision
     temperature: float
     bans: bool
 
@@ -86,23 +110,11 @@ class ReferenceSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherSettings:
+class TeacherSettings(FrozenSettings):
     """Settings of `Teacher`. Temperature and bans are the policy's, so that both score the same distribution."""
 
-    path: str
-    """Folder or Hub id of the teacher."""
-    flag: str
-    """The setting that `path` came from, for messages."""
-    actor: Model
-    """The student; both must use the same tokens and image processing."""
-    ds: Ds
-    loop: Loop
-    columns: Columns
-    vision: Vision
     temperature: float
     bans: bool
-    offload: bool = False
-    """Keep the weights in main memory while nothing is scored."""
 
     def build(self) -> Teacher:
         from vlmrl.learning.teacher import Teacher
@@ -111,20 +123,11 @@ class TeacherSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
-    """Settings of `Critic`."""
+class CriticSettings(TrainedSettings):
+    """Settings of `Critic`. `ds` is the policy's; the ZeRO stage is `critic.zero_stage`."""
 
     critic: CriticSection
     """`RlConfig.resolved_critic`."""
-    ds: Ds
-    """Those of the policy; the ZeRO stage is `critic.zero_stage`."""
-    loop: Loop
-    columns: Columns
-    vision: Vision
-    total_steps: int
-    """Optimizer steps of the critic in the whole run."""
-    adapter: AdapterPlan | None = None
-    """Only this adapter and the value head train."""
 
     def build(self) -> Critic:
         from vlmrl.learning.critic import Critic
@@ -146,21 +149,9 @@ class PolicyAndCriticSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardModelSettings:
+class RewardModelSettings(FrozenSettings):
     """Settings of `RewardModel`."""
 
-    path: str
-    """Folder or Hub id of the model."""
-    flag: str
-    """The setting that `path` came from, for messages."""
-    actor: Model
-    """The model that generates the responses; both must use the same tokens and image processing."""
-    ds: Ds
-    loop: Loop
-    columns: Columns
-    vision: Vision
-    offload: bool = False
-    """Keep the weights in main memory while nothing is scored."""
     normalize: bool = False
     """Normalize scores by the mean and deviation in the model's config.json."""
     separator: str | None = None
@@ -173,18 +164,10 @@ class RewardModelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardTrainerSettings:
-    """Settings of `RewardTrainer`."""
+class RewardTrainerSettings(TrainedSettings):
+    """Settings of `RewardTrainer`. An adapter starts from `actor.adapter_name_or_path` if that is set."""
 
     actor: Model
-    ds: Ds
-    loop: Loop
-    columns: Columns
-    vision: Vision
-    total_steps: int
-    """Optimizer steps of the whole run."""
-    adapter: AdapterPlan | None = None
-    """Only this adapter and the score layer train, starting from `actor.adapter_name_or_path` if that is set."""
 
     def build(self) -> RewardTrainer:
         from vlmrl.learning.reward_trainer import RewardTrainer
