@@ -237,7 +237,7 @@ def _merge(words: list[str]) -> int:
 
 
 def _serve_rm(words: list[str]) -> int:
-    from vlmrl.config.verbs import ServeConfig
+    from vlmrl.config.serving import ServeConfig
 
     if (arguments := _parse(ServeConfig, words)) is not None:
         from vlmrl.commands.serve_reward import serve_rm
@@ -248,7 +248,7 @@ def _serve_rm(words: list[str]) -> int:
 
 
 def _serve(words: list[str]) -> int:
-    from vlmrl.config.verbs import PolicyServeConfig
+    from vlmrl.config.serving import PolicyServeConfig
 
     if (arguments := _parse(PolicyServeConfig, words)) is not None:
         from vlmrl.commands.serve import serve

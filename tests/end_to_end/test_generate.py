@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from recipes import read_metrics, steps_of
 
 from vlmrl.commands.evaluate import evaluate
@@ -17,6 +18,8 @@ from vlmrl.config.load import load
 from vlmrl.config.stages import SftConfig
 from vlmrl.config.verbs import EvalConfig, GenerateConfig
 from vlmrl.errors import DataError
+from vlmrl.models.value_head import save_value_model, value_net
+from vlmrl.plugins import processor
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -46,14 +49,26 @@ def flags_of(model: str, out: Path, reward: str) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def scorer(tiny_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward model with random weights."""
+    base, folder = tiny_model("qwen2_5_vl"), tmp_path_factory.mktemp("scorer")
+    net = value_net(base, dtype=torch.float32, attn_implementation="sdpa", head_seed=0)
+    save_value_model(net, processor(base, min_pixels=3136, max_pixels=100_000), folder)
+    return str(folder)
+
+
 def test_responses_with_their_images(
-    tiny_model: Callable[..., str], tmp_path: Path, digits_reward: str, capsys: pytest.CaptureFixture[str]
+    tiny_model: Callable[..., str], tmp_path: Path, digits_reward: str, scorer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "generated"
-    flags = flags_of(tiny_model("qwen2_5_vl"), out, digits_reward)
+    flags = flags_of(tiny_model("qwen2_5_vl"), out, digits_reward) | {"reward.model_name_or_path": scorer}
     generate(load(GenerateConfig, words(flags)))
     rows = read_rows(out / "generated.jsonl")
     assert rows
+    digits = [sum(c.isdigit() for c in row["answer"]) / len(row["answer"]) for row in rows]
+    by_model = {round(row["score"] - share, 6) for row, share in zip(rows, digits, strict=True)}
+    assert len(by_model) > 20, "the reward model's part differs between responses and images"
     assert all((out / image).is_file() for row in rows for image in row["images"])
     *_, last = read_metrics(out)
     assert (last["generate/rows"], last["generate/responses"], last["generate/written"]) == (10, 40, len(rows))

@@ -19,8 +19,9 @@ from vlmrl.commands.serve_reward import ModelScorer
 from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
 from vlmrl.config.pairs import PairData
+from vlmrl.config.serving import ServeConfig
 from vlmrl.config.stages import RmConfig, SftConfig
-from vlmrl.config.verbs import RlConfig, ServeConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.data.columns import RowRequirements
 from vlmrl.data.packing import make_pack
 from vlmrl.data.pairs import collate_pairs

@@ -204,7 +204,7 @@ class RoleBuilder:
 
     def _restart_obstacle(self, pools: Sequence[frozenset[str]]) -> str | None:
         if self._shares_gpus(pools):
-            return "it cannot be started again on GPUs that it shares with the trainer (train.colocate_all)"
+            return "it cannot be started again on GPUs that it shares with other models (train.colocate_all)"
         return None
 
     def _shares_gpus(self, pools: Sequence[frozenset[str]]) -> bool:
@@ -236,10 +236,12 @@ class RoleBuilder:
             lambda: self.rewarder(config, report.say),
             lambda: self._reward_models(config),
         ]
-        # In parallel: starts mostly wait for imports and files.
+        # In parallel: starts mostly wait for imports and files. But vLLM measures the free memory of its GPUs, and
+        # would count what other roles load meanwhile as its own.
         first = [starts.pop(0)()] if self._shares_gpus(config.pools) else []
-        engines, learners, rewarder, models = [*first, *run_parallel(*starts)]
+        engines, learners, rewarder, groups = [*first, *run_parallel(*starts)]
         ranks = learners.policy.ranks
+        models = {role: ranks.over(group) for role, group in groups.items()}
         plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))
         return Roles(
             engines,
@@ -249,11 +251,29 @@ class RoleBuilder:
             learners.critic,
             RewardSources(
                 rewarder,
-                remote_reward_models(config, ranks, models),
+                remote_reward_models(config.reward, models),
                 say=report.say,
             ),
             learners.teacher,
         )
+
+    def evaluated(
+        self, config: EvalConfig, processor: Processor, report: Progress
+    ) -> tuple[RemoteEngines, RewardSources]:
+        """Start engines and reward sources: all roles of a run that samples and scores without training."""
+        starts: list[Callable[[], Any]] = [
+            lambda: self.engines(config, report, pools=config.pools),
+            lambda: self.rewarder(config, report.say),
+            lambda: self._reward_models(config),
+        ]
+        first = [starts.pop(0)()] if self._shares_gpus(config.pools) else []  # as in `roles`
+        engines, rewarder, groups = [*first, *run_parallel(*starts)]
+        loop = config.train
+        ranks = {
+            role: Ranks(group, packing_plan(group, loop, processor, report.say), loop.max_tokens_per_gpu, PassMetrics())
+            for role, group in groups.items()
+        }
+        return engines, RewardSources(rewarder, remote_reward_models(config.reward, ranks), say=report.say)
 
     def learners(
         self,
@@ -331,7 +351,7 @@ class RoleBuilder:
             return None
         return self.group("teacher", settings.build, timeout_s=config.train.timeout_s, distributed=True)
 
-    def _reward_models(self, config: RlConfig) -> dict[str, WorkerGroup[RewardModel]]:
+    def _reward_models(self, config: RlConfig | EvalConfig) -> dict[str, WorkerGroup[RewardModel]]:
         """Role -> ranks of its reward model."""
         settings = reward_model_settings(config)
         start = partial(self.group, timeout_s=config.train.timeout_s, distributed=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from vlmrl.cluster.models import (
@@ -18,10 +18,10 @@ from vlmrl.cluster.models import (
 )
 from vlmrl.cluster.rewards import RemoteRewardModel
 from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.train import Loop
 from vlmrl.config.training import TrainingConfig
-from vlmrl.config.verbs import RlConfig
 from vlmrl.plugins import Processor
 
 if TYPE_CHECKING:
@@ -74,24 +74,25 @@ def remote_reference(
     return PolicyWithoutAdapter(policy)
 
 
-def remote_reward_models(
-    config: RlConfig, policy: Ranks[Policy], groups: dict[str, WorkerGroup[RewardModel]]
-) -> list[RemoteRewardModel]:
-    """Return the reward models, which get samples packed as the policy does."""
+def remote_reward_models(reward: Reward, ranks: Mapping[str, Ranks[RewardModel]]) -> list[RemoteRewardModel]:
+    """Return the reward models; `ranks` are those of each role."""
     outcome, process = REWARD_MODELS
     names = {outcome: "model", process: "process"}
-    weights = {outcome: config.reward.model_weight, process: config.reward.process_weight}
+    weights = {outcome: reward.model_weight, process: reward.process_weight}
     return [
-        RemoteRewardModel(names[role], policy.over(group), weights[role], is_process=role == process)
-        for role, group in groups.items()
+        RemoteRewardModel(names[role], of_role, weights[role], is_process=role == process)
+        for role, of_role in ranks.items()
     ]
 
 
 def packing_plan(
-    policy: WorkerGroup[Policy | RewardTrainer], loop: Loop, processor: Processor, say: Callable[[str], None]
+    model: WorkerGroup[Policy | RewardTrainer | RewardModel],
+    loop: Loop,
+    processor: Processor,
+    say: Callable[[str], None],
 ) -> PackingPlan:
-    """Return the packing of samples, which depends on the policy's model: patch cost and recurrent layers."""
-    patch_cost, is_recurrent = policy.call(lambda policy: policy.traits())[0]
+    """Return the packing of samples, which depends on the model: patch cost and recurrent layers."""
+    patch_cost, is_recurrent = model.call(lambda model: model.traits())[0]
     if processor.resize_factor is not None:
         say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")
     if is_recurrent and loop.layout != "padded":

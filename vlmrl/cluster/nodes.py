@@ -76,12 +76,13 @@ def local_paths(config: TrainingConfig | EvalConfig) -> dict[str, str]:
         paths |= {
             "critic.model_name_or_path": config.critic.model_name_or_path,
             "ref.model_name_or_path": config.ref.model_name_or_path,
-            "reward.model_name_or_path": config.reward.model_name_or_path,
-            "reward.process_model_name_or_path": config.reward.process_model_name_or_path,
         }
         loss = config.actor.policy_loss_type
         if is_function_spec(loss):
             paths["actor.policy_loss_type"] = str(Path(loss.rpartition(":")[0]).expanduser().absolute())
+    if isinstance(config, RlConfig | EvalConfig):
+        paths["reward.model_name_or_path"] = config.reward.model_name_or_path
+        paths["reward.process_model_name_or_path"] = config.reward.process_model_name_or_path
     # A path that does not exist here is a Hub id: missing local files were refused earlier.
     return {flag: path for flag, path in paths.items() if path is not None and Path(path).expanduser().exists()}
 

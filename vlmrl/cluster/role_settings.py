@@ -126,9 +126,10 @@ class _OfEveryRole(TypedDict):
     vision: Vision
 
 
-def _of_every_role(config: TrainingConfig) -> _OfEveryRole:
+def _of_every_role(config: TrainingConfig | EvalConfig) -> _OfEveryRole:
     """Settings that all roles with a model have."""
-    return {"ds": config.ds, "columns": config.data, "vision": config.vision}
+    vision = Vision() if isinstance(config, EvalConfig) else config.vision
+    return {"ds": config.ds, "columns": config.data, "vision": vision}
 
 
 def policy_settings(config: TrainingConfig, adapter: AdapterPlan | None, num_rows: int) -> PolicySettings:
@@ -208,7 +209,7 @@ def teacher_settings(config: RlConfig) -> TeacherSettings | None:
     )
 
 
-def reward_model_settings(config: RlConfig) -> dict[str, RewardModelSettings]:
+def reward_model_settings(config: RlConfig | EvalConfig) -> dict[str, RewardModelSettings]:
     """Role -> settings, for the reward models of the run."""
     reward = config.reward
     outcome, process = REWARD_MODELS

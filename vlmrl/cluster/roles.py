@@ -28,9 +28,9 @@ def plan_arguments(config: TrainingConfig | EvalConfig, machines: Session) -> di
         roles.append(_on_ranks("critic", config.critic))
     if isinstance(config, RlConfig | DpoConfig) and config.has_reference:
         roles.append(_on_ranks("ref", config.ref))
-    if isinstance(config, RlConfig):
-        if config.has_teacher:
-            roles.append(_on_ranks("teacher", config.algo.distill, section="algo.distill"))
+    if isinstance(config, RlConfig) and config.has_teacher:
+        roles.append(_on_ranks("teacher", config.algo.distill, section="algo.distill"))
+    if isinstance(config, RlConfig | EvalConfig):
         paths = (config.reward.model_name_or_path, config.reward.process_model_name_or_path)
         roles += [
             _on_ranks(name, config.reward, section="reward")
@@ -39,7 +39,7 @@ def plan_arguments(config: TrainingConfig | EvalConfig, machines: Session) -> di
         ]
     if isinstance(config, RlConfig | EvalConfig) or (isinstance(config, SftConfig) and config.eval.generate_enable):
         roles.append(Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"))
-    shared = [] if isinstance(config, EvalConfig) else config.pools
+    shared = config.pools
     arguments: dict[str, Any] = {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
     if isinstance(config, RlConfig) and config.train.queue_size:
         arguments["sharing"] = _sharing_of_async(config)
@@ -73,7 +73,7 @@ def _on_ranks(name: str, ranks: Model | Critic | Ref | Distill | Reward, *, sect
 def num_nodes_required(config: TrainingConfig | EvalConfig) -> int:
     """Return the number of machines that the largest role requires."""
     if isinstance(config, EvalConfig):
-        return 1
+        return config.reward.num_nodes
     roles: list[Model | Critic | Ref | Distill | Reward] = [config.actor]
     if isinstance(config, RlConfig):
         roles += [config.critic, config.ref, config.algo.distill, config.reward]

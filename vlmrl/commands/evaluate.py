@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from vlmrl.cluster.rewards import RewardSources
 from vlmrl.commands.preflight import check_data
 from vlmrl.commands.run import prepare, run_session
 from vlmrl.config.verbs import EvalConfig
@@ -14,14 +13,13 @@ from vlmrl.trainer.evaluation import evaluate as evaluate_sets
 
 def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     """Check the settings, start the engines, sample and score responses, and write metrics and transcripts."""
-    folder, _, warnings = prepare(config, dry_run=dry_run)
+    folder, processor, warnings = prepare(config, dry_run=dry_run)
     if dry_run:
         return check_data(config, warnings)
     with run_session(config, folder, warnings) as (builder, report):
         prompts = builder.prompts(config, report.say)
         sets = with_metric_names(prompts.evaluation())
-        reward_sources = RewardSources(builder.rewarder(config, report.say), [], say=report.say)
-        engines = builder.engines(config, report)
+        engines, reward_sources = builder.evaluated(config, processor, report)
         report.begin(total_steps=0, done=0)
         with report.phase("eval"):
             metrics, responses = evaluate_sets(

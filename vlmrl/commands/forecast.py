@@ -112,7 +112,7 @@ def format_rewards(config: RlConfig | EvalConfig, prompt: Prompt) -> list[str]:
     if reward.servers:
         lines.append("rewards: a dry run does not contact reward servers")
         reward = reward.model_copy(update={"remote_url": None})
-    if isinstance(config, RlConfig) and config.reward.has_model:
+    if config.reward.has_model:
         lines.append("rewards: a dry run does not run reward models")
     if not reward.functions and reward.user_function is None:
         return lines

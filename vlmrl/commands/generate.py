@@ -24,6 +24,7 @@ from vlmrl.data.row_file import write_rows
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.run_folder import RunFolder
+from vlmrl.plugins import Processor
 from vlmrl.system import stops
 from vlmrl.system.journal import Journal
 from vlmrl.system.storage import writing
@@ -34,9 +35,11 @@ _NOT_COMPARED = frozenset(
     {
         *("data.max_dropped_fraction", "data.allow_image_urls", "data.image_roots", "rollout.batch_size"),
         *("reward.time_limit_s", "reward.num_workers", "reward.pass_env", "reward.max_failed_fraction"),
+        *("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload"),
     }
 )
 """Settings of the compared sections that no response and no score depends on."""
+_MODELS = ("actor.model_name_or_path", "reward.model_name_or_path", "reward.process_model_name_or_path")
 _MODEL_FILES = (".safetensors", ".json", ".jinja")
 """Suffixes of a model's files that responses depend on: weights, configurations, tokenizer, chat template."""
 _COMPARED_SECTIONS = ("actor", "data", "reward", "rollout", "train.seed", "ds.param_dtype")
@@ -44,7 +47,7 @@ _COMPARED_SECTIONS = ("actor", "data", "reward", "rollout", "train.seed", "ds.pa
 
 def generate(config: GenerateConfig, *, dry_run: bool = False) -> None:
     """Check the settings, sample and score what is missing of the responses, and write the rows."""
-    folder, _, warnings = prepare(config, dry_run=dry_run)
+    folder, processor, warnings = prepare(config, dry_run=dry_run)
     output = output_of(config, folder)
     journal = Journal(folder.responses)
     check_output(output, folder)
@@ -55,7 +58,7 @@ def generate(config: GenerateConfig, *, dry_run: bool = False) -> None:
     with run_session(config, folder, warnings) as (builder, report):
         journal = Journal(folder.responses)  # again: another run may have held the lock until now
         check_same_settings(journal, settings)
-        tokens_per_s = _complete(config, folder, journal, settings, builder, report)
+        tokens_per_s = _complete(config, folder, journal, settings, processor, builder, report)
         check_output(output, folder)  # again: hours may have passed
         remember_output(output, folder)
         metrics = _write(config, journal, output, tokens_per_s=tokens_per_s)
@@ -103,9 +106,11 @@ def settings_of(config: GenerateConfig) -> dict[str, Any]:
     settings = {name: setting_value(config, name) for name in names}
     settings["rollout.n_samples_per_prompt"] = config.eval.n_samples_per_prompt
     settings.pop("rollout.best_of", None)
-    model = Path(config.actor.model_name_or_path).expanduser()
-    files = [file for suffix in _MODEL_FILES for file in sorted(model.glob(f"*{suffix}"))]
-    settings["files of actor.model_name_or_path"] = _digests(files)
+    for name in _MODELS:
+        if (path := setting_value(config, name)) is not None:
+            folder = Path(path).expanduser()
+            files = [file for suffix in _MODEL_FILES for file in sorted(folder.glob(f"*{suffix}"))]
+            settings[f"files of {name}"] = _digests(files)
     if config.reward.user_function is not None:
         source = Path(config.reward.user_function.rpartition(":")[0]).expanduser()
         settings["file of reward.remote_url"] = _digests([source])
@@ -141,6 +146,7 @@ def _complete(
     folder: RunFolder,
     journal: Journal,
     settings: Mapping[str, Any],
+    processor: Processor,
     builder: RoleBuilder,
     report: RunReport,
 ) -> float | None:
@@ -161,8 +167,7 @@ def _complete(
     if journal.position >= num_rows:
         report.begin(total_steps=done, done=done)
         return None
-    sources = RewardSources(builder.rewarder(config, report.say), [], say=report.say)
-    engines = builder.engines(config, report)
+    engines, sources = builder.evaluated(config, processor, report)
     report.begin(total_steps=_num_batches(config, num_rows), done=done)
     batches = _Batches(config, folder, prompts, engines, sources, first=journal.position)
     start, num_tokens = time.monotonic(), 0

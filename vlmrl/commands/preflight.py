@@ -85,7 +85,7 @@ def check_algorithm(config: RlConfig) -> None:
         losses.check(loss)
 
 
-def check_models(config: RlConfig) -> None:
+def check_models(config: RlConfig | EvalConfig) -> None:
     """Check the models other than the actor, and all their numbers of positions, from configurations and tokenizers.
 
     Raises:
@@ -94,12 +94,15 @@ def check_models(config: RlConfig) -> None:
     """
     reward = config.reward
     paths = {
-        "critic.model_name_or_path": config.critic.model_name_or_path,
-        "ref.model_name_or_path": config.ref.model_name_or_path,
-        "algo.distill.teacher_model_name_or_path": config.algo.distill.teacher_model_name_or_path,
         "reward.model_name_or_path": reward.model_name_or_path,
         "reward.process_model_name_or_path": reward.process_model_name_or_path,
     }
+    if isinstance(config, RlConfig):
+        paths |= {
+            "critic.model_name_or_path": config.critic.model_name_or_path,
+            "ref.model_name_or_path": config.ref.model_name_or_path,
+            "algo.distill.teacher_model_name_or_path": config.algo.distill.teacher_model_name_or_path,
+        }
     given = [(flag, path) for flag, path in paths.items() if path is not None]
     if given:
         _check_other_models(config, given)
@@ -131,7 +134,7 @@ def check_teacher(config: SftConfig) -> None:
         )
 
 
-def _check_other_models(config: TrainingConfig, given: Sequence[tuple[str, str]]) -> None:
+def _check_other_models(config: TrainingConfig | EvalConfig, given: Sequence[tuple[str, str]]) -> None:
     """Check models other than the actor, each given as (setting, path)."""
     # Here: it imports torch, which takes seconds and needs `startup.prepare`.
     from vlmrl.models.load import skeleton

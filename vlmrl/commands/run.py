@@ -82,6 +82,7 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         check_teacher(config)
     if isinstance(config, RlConfig):
         check_algorithm(config)
+    if isinstance(config, RlConfig) or (isinstance(config, EvalConfig) and config.reward.has_model):
         check_models(config)
     if isinstance(config, TrainingConfig) and config.ckpt.best_metric_key is not None:
         read_best(folder.best, metric=config.ckpt.best_metric_key)

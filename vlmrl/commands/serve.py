@@ -12,7 +12,7 @@ from vlmrl.agents.gateway.server import Server, make_app
 from vlmrl.agents.gateway.serving import Serving
 from vlmrl.agents.gateway.sessions import Sessions
 from vlmrl.agents.parsers import parsers
-from vlmrl.config.verbs import PolicyServeConfig
+from vlmrl.config.serving import PolicyServeConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models.max_length import check_length
 from vlmrl.plugins import Processor, processor_of

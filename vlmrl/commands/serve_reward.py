@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from vlmrl.config.actor import Model
-from vlmrl.config.verbs import ServeConfig
+from vlmrl.config.serving import ServeConfig
 from vlmrl.config.vision import Vision
 from vlmrl.data.balance import spread
 from vlmrl.data.media import make_row_media

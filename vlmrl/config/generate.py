@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section, Text, Unread
+from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.config.data import Columns
-from vlmrl.config.reward import Scoring
+from vlmrl.config.reward import Reward, has_source, rewards_vary
 from vlmrl.config.rollout import Rollout
 
 OUTPUT_SUFFIXES = (".jsonl", ".parquet")
@@ -86,7 +87,7 @@ def unread_of_generate(generate: Generate, rollout: GenerateRollout) -> Unread:
     return unread
 
 
-def conflicts_of_generate(generate: Generate, rollout: GenerateRollout, scoring: Scoring) -> list[str]:
+def conflicts_of_generate(generate: Generate, rollout: GenerateRollout, reward: Reward) -> list[str]:
     conflicts = []
     count, keep = num_responses(rollout), keep_of(generate, rollout)
     if generate.output is not None and not generate.output.endswith(OUTPUT_SUFFIXES):
@@ -100,6 +101,21 @@ def conflicts_of_generate(generate: Generate, rollout: GenerateRollout, scoring:
         conflicts.append("generate.keep pairs needs two responses per prompt: raise rollout.n_samples_per_prompt")
     if rollout.temperature == 0 and count > 1:
         conflicts.append(f"rollout.temperature 0 gives the same response {count} times: raise it")
-    if keep != "all" and not scoring.functions and scoring.remote_url is None:
-        conflicts.append(f"generate.keep {keep} needs scores: set reward.functions or reward.remote_url")
+    if keep == "all":
+        return conflicts
+    if not has_source(reward, has_agent=False):
+        conflicts.append(
+            f"generate.keep {keep} needs scores: set reward.functions, reward.remote_url or reward.model_name_or_path"
+        )
+    elif not rewards_vary(reward, has_agent=False):
+        conflicts.append(
+            f"generate.keep {keep} needs scores that differ, and every reward has weight 0: give one of them another"
+        )
+    checks = any(REWARD_FUNCTIONS[name].checks_response for name in reward.functions)
+    has_scorer = reward.model_name_or_path is not None and reward.model_weight != 0
+    if keep == "labels" and generate.label_threshold is None and has_scorer and not checks:
+        conflicts.append(
+            "generate.keep labels: the scores of reward.model_name_or_path do not say from where on a response is "
+            "good: set generate.label_threshold"
+        )
     return conflicts

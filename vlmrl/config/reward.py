@@ -25,6 +25,9 @@ _NOT_PASSED = {"reward.pass_env": "reward.remote_url names no function of your o
 _MODEL_SETTINGS = ("num_nodes", "num_gpus_per_node", "offload")
 _SCORER_SETTINGS = ("train.max_tokens_per_gpu", "ds.param_dtype", "ds.attn_implementation", "ds.use_liger_kernel")
 _PROCESS_SETTINGS = ("process_weight", "process_separator")
+_SETTINGS_BESIDE_MODELS = ("train.max_tokens_per_gpu", "train.colocate_all", "vllm.enable_sleep", "ds.zero_stage")
+SHAPING = ("clip_range", "overlong_buffer_len", "overlong_penalty_factor", "stop_properly_penalty_coef")
+"""Settings that change rewards on their way to the loss."""
 
 
 class Scoring(Section):
@@ -199,6 +202,14 @@ def unread_of_models(reward: Reward) -> Unread:
         unread |= _unread(_PROCESS_SETTINGS, "there is no reward.process_model_name_or_path")
     if not reward.has_model:
         unread |= _unread(_MODEL_SETTINGS, "there is no reward model (reward.model_name_or_path)")
+    return unread
+
+
+def unread_of_models_in_evaluation(reward: Reward) -> Unread:
+    """For verbs that sample and score responses without training."""
+    unread = unread_of_models(reward)
+    if not reward.has_model:
+        unread |= dict.fromkeys(_SETTINGS_BESIDE_MODELS, "there is no reward model (reward.model_name_or_path)")
     return unread
 
 

@@ -13,7 +13,7 @@ from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.names import settings
 from vlmrl.config.optimizer import unread_of_optimizer
 from vlmrl.config.rollout import Eval, EvalRows
-from vlmrl.config.train import SftLoop, TrainRl
+from vlmrl.config.train import EvalLoop, SftLoop, TrainRl
 from vlmrl.config.vllm import Vllm
 
 REWARD_MODELS = ("reward_model", "process_model")
@@ -31,6 +31,12 @@ def pools(train: TrainRl, *, critic_is_with_actor: bool) -> list[frozenset[str]]
         return [frozenset(trained | reward_models)]
     with_reward = reward_models | {"critic"} if train.colocate_critic_reward else reward_models
     return [frozenset(trained), frozenset(with_reward)]
+
+
+def pools_of_evaluation(train: EvalLoop) -> list[frozenset[str]]:
+    """The same for verbs that sample and score responses without training."""
+    models = frozenset(REWARD_MODELS)
+    return [models | {"vllm"} if train.colocate_all else models]
 
 
 def unread_of_critic(critic: Critic, *, estimator: str, exists: bool, is_with_actor: bool) -> Unread:
@@ -113,10 +119,10 @@ def conflicts_of_sleep(ds: Ds, train: TrainRl, trained: Mapping[str, tuple[int |
     return conflicts
 
 
-def conflicts_of_devices(vllm: Vllm, train: TrainRl | SftLoop) -> list[str]:
+def conflicts_of_devices(vllm: Vllm, train: TrainRl | SftLoop | EvalLoop) -> list[str]:
     conflicts = []
     if vllm.enable_sleep and not train.colocate_all:
-        conflicts.append("vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all")
+        conflicts.append("vllm.enable_sleep frees memory for models on the same GPUs: it needs train.colocate_all")
     if vllm.sync_backend == "ipc" and not train.colocate_all:
         conflicts.append(
             "vllm.sync_backend ipc sends weights within a GPU: it needs train.colocate_all (or use nccl, or shm)"

@@ -10,11 +10,11 @@ from vlmrl.config.dpo import Dpo
 from vlmrl.config.gateway import Gateway
 from vlmrl.config.names import all_but
 from vlmrl.config.pairs import PairData
-from vlmrl.config.reward import Scoring
+from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rm import RewardActor, Rm
 from vlmrl.config.rollout import EvalOnly, EvalRows, Rollout
 from vlmrl.config.sft import Sft, SftData, SftEval
-from vlmrl.config.train import AgentLoop, Loop, SftLoop
+from vlmrl.config.train import EvalLoop, Loop, SftLoop
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig
 from vlmrl.config.vllm import Vllm
@@ -84,10 +84,10 @@ class SftConfig(SupervisedConfig):
             gateway=Gateway(),
             eval=EvalOnly.model_construct(**of_eval),
             data=self.data,
-            reward=self.reward,
+            reward=Reward.model_construct(**{name: getattr(self.reward, name) for name in Scoring.model_fields}),
             rollout=self.rollout,
             vllm=self.vllm,
-            train=AgentLoop.model_construct(**{name: getattr(self.train, name) for name in Loop.model_fields}),
+            train=EvalLoop.model_construct(**{name: getattr(self.train, name) for name in Loop.model_fields}),
             ds=self.ds,
             ckpt=self.ckpt,
         )

@@ -60,6 +60,13 @@ class AgentLoop(Loop):
         return spec
 
 
+class EvalLoop(AgentLoop):
+    """The loop of verbs that sample and score responses without training."""
+
+    colocate_all: bool = False
+    """Engines and reward models share devices, and use them in turn with `vllm.enable_sleep`."""
+
+
 class TrainRl(AgentLoop):
     """The loop of `vlmrl rl`."""
 

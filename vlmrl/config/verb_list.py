@@ -1,9 +1,10 @@
 """All verbs of the command line."""
 
 from vlmrl.config import bench_verbs as bench
+from vlmrl.config.serving import PolicyServeConfig, ServeConfig
 from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import EvalConfig, GenerateConfig, MergeConfig, PolicyServeConfig, RlConfig, ServeConfig
+from vlmrl.config.verbs import EvalConfig, GenerateConfig, MergeConfig, RlConfig
 
 VERBS: tuple[type[VerbConfig], ...] = (
     *(RlConfig, SftConfig, RmConfig, DpoConfig, EvalConfig, GenerateConfig, MergeConfig, PolicyServeConfig),

@@ -18,10 +18,9 @@ from vlmrl.config.gateway import Gateway
 from vlmrl.config.generate import Generate, GenerateData, GenerateRollout
 from vlmrl.config.merge import Merge
 from vlmrl.config.names import all_but, is_given, settings
-from vlmrl.config.reward import Reward, Scoring
+from vlmrl.config.reward import SHAPING, Reward
 from vlmrl.config.rollout import Eval, EvalOnly, Rollout
-from vlmrl.config.serve import Serve
-from vlmrl.config.train import AgentLoop, Loop, TrainRl
+from vlmrl.config.train import EvalLoop, TrainRl
 from vlmrl.config.training import AgentConfig, TrainingConfig
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.vllm import Vllm
@@ -217,16 +216,17 @@ class RlConfig(TrainingConfig, AgentConfig):
 
 
 class EvalConfig(AgentConfig):
-    """Evaluation: sample responses to held-out prompts and score them with the reward functions."""
+    """Evaluation: sample responses to held-out prompts and score them."""
 
     verb: ClassVar[str] = "eval"
     omits: ClassVar[frozenset[str]] = (
         all_but(Model, "actor", *CHECKPOINT)
         | frozenset({"data.output_key"})
         | all_but(Rollout, "rollout", "max_new_tokens")
-        | frozenset(f"vllm.{name}" for name in (*SYNC, *WITH_TRAINER, "qlora_base"))
-        | all_but(AgentLoop, "train", *COMMON, "agent_func_path")
-        | all_but(Ds, "ds", "param_dtype")
+        | frozenset(f"vllm.{name}" for name in (*SYNC, "max_logprob_diff", "qlora_base"))
+        | frozenset(f"reward.{name}" for name in SHAPING)
+        | all_but(EvalLoop, "train", *COMMON, "agent_func_path", "max_tokens_per_gpu", "colocate_all")
+        | all_but(Ds, "ds", "param_dtype", "zero_stage")
         | all_but(Ckpt, "ckpt", "output_dir")
     )
 
@@ -235,10 +235,10 @@ class EvalConfig(AgentConfig):
     gateway: Gateway = Gateway()
     eval: EvalOnly
     data: Columns = Columns()
-    reward: Scoring = Scoring()
+    reward: Reward = Reward()
     rollout: Rollout = Rollout()
     vllm: Vllm = Vllm()
-    train: AgentLoop = AgentLoop()
+    train: EvalLoop = EvalLoop()
     ds: Ds = Ds()
     ckpt: Ckpt = Ckpt()
 
@@ -248,14 +248,22 @@ class EvalConfig(AgentConfig):
             | gateway.unread_of_gateway(has_agent=self.has_agent)
             | data.unread_of_columns(self.data)
             | reward.unread_of_sources(self.reward)
+            | reward.unread_of_models_in_evaluation(self.reward)
         )
 
     def conflicts(self) -> list[str]:
         return [
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
             *reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent),
+            *reward.conflicts_of_sources(self.reward),
+            *roles.conflicts_of_devices(self.vllm, self.train),
             *rollout.conflicts_of_eval(self.eval),
         ]
+
+    @property
+    def pools(self) -> list[frozenset[str]]:
+        """Sets of roles that share devices and use them in turn."""
+        return roles.pools_of_evaluation(self.train)
 
 
 class GenerateConfig(EvalConfig):
@@ -282,11 +290,16 @@ class GenerateConfig(EvalConfig):
         return (
             data.unread_of_columns(self.data)
             | reward.unread_of_sources(self.reward)
+            | reward.unread_of_models_in_evaluation(self.reward)
             | generate.unread_of_generate(self.generate, self.rollout)
         )
 
     def conflicts(self) -> list[str]:
-        return generate.conflicts_of_generate(self.generate, self.rollout, self.reward)
+        return [
+            *generate.conflicts_of_generate(self.generate, self.rollout, self.reward),
+            *reward.conflicts_of_sources(self.reward),
+            *roles.conflicts_of_devices(self.vllm, self.train),
+        ]
 
     @property
     def keep(self) -> str:
@@ -296,7 +309,7 @@ class GenerateConfig(EvalConfig):
     @property
     def has_scores(self) -> bool:
         """Responses are scored."""
-        return bool(self.reward.functions) or self.reward.remote_url is not None
+        return reward.has_source(self.reward, has_agent=False)
 
     @model_validator(mode="after")
     def resolve_rows(self) -> Self:
@@ -313,79 +326,9 @@ class GenerateConfig(EvalConfig):
 
     def resolve(self) -> None:
         """Drop the default reward functions where rows are written without scores: the data need no labels then."""
-        has_source = is_given(self.reward, "functions") or self.reward.remote_url is not None
+        has_source = is_given(self.reward, "functions") or self.reward.has_user_source
         if self.keep == "all" and not has_source:
             self.__dict__["reward"] = self.reward.model_copy(update={"functions": {}})
-
-
-class PolicyServeConfig(VerbConfig):
-    """Serve a model as the gateway of a run serves its policy: OpenAI's chat completions, with exact tokens.
-
-    Clients take the address that is printed as their base URL, with any key: each key is a conversation of its own.
-    Beyond loopback (`gateway.host`), keys are the token in the environment variable VLMRL_GATEWAY_TOKEN, or begin with
-    it and a slash.
-    """
-
-    verb: ClassVar[str] = "serve"
-    omits: ClassVar[frozenset[str]] = (
-        all_but(Model, "actor", *CHECKPOINT)
-        | all_but(Agent, "agent", "context_len", "max_images", "tool_format")
-        | all_but(
-            *(Columns, "data", "system_prompt", "min_pixels", "max_pixels"),
-            *("max_image_pixels", "max_row_pixels", "max_image_mib"),
-        )
-        | all_but(Rollout, "rollout", "max_new_tokens", "temperature", "top_p")
-        | frozenset(
-            f"vllm.{name}" for name in (*SYNC, *WITH_TRAINER, "qlora_base", "num_engines", "generate_timeout_s")
-        )
-        | all_but(Loop, "train", "seed")
-        | all_but(Ds, "ds", "param_dtype")
-    )
-
-    actor: Model
-    agent: Agent = Agent()
-    gateway: Gateway = Gateway()
-    data: Columns = Columns()
-    rollout: Rollout = Rollout()
-    vllm: Vllm = Vllm()
-    train: Loop = Loop()
-    ds: Ds = Ds()
-
-    def conflicts(self) -> list[str]:
-        if self.rollout.max_new_tokens < self.agent.context_len:
-            return []
-        conflict = (
-            f"agent.context_len {self.agent.context_len} leaves no room for a prompt before a response of "
-            f"rollout.max_new_tokens {self.rollout.max_new_tokens}: raise it, or lower the other"
-        )
-        return [conflict]
-
-
-class ServeConfig(VerbConfig):
-    """Reward server: score responses over HTTP, with a reward model or with functions."""
-
-    verb: ClassVar[str] = "serve-rm"
-    omits: ClassVar[frozenset[str]] = (
-        all_but(
-            *(Reward, "reward", "model_name_or_path", "normalize_enable"),
-            *("functions", "remote_url", "time_limit_s", "num_workers", "pass_env"),
-        )
-        | all_but(Columns, "data", "max_len", "min_pixels", "max_pixels", "max_image_pixels")
-        | all_but(Loop, "train", "max_tokens_per_gpu")
-        | all_but(Ds, "ds", "param_dtype", "attn_implementation", "use_liger_kernel")
-    )
-
-    serve: Serve = Serve()
-    reward: Reward = Reward()
-    data: Columns = Columns()
-    train: Loop = Loop()
-    ds: Ds = Ds()
-
-    def unread(self) -> Unread:
-        return reward.unread_of_serve(self.reward)
-
-    def conflicts(self) -> list[str]:
-        return [*reward.conflicts_of_no_source(self.reward), *reward.conflicts_of_serve(self.reward)]
 
 
 class MergeConfig(VerbConfig):

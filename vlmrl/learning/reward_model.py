@@ -23,6 +23,7 @@ from vlmrl.learning.deepspeed_engine import (
 from vlmrl.learning.forward import RowsAndMetrics, StateForward, read_value_model
 from vlmrl.learning.settings import RewardModelSettings
 from vlmrl.models.buffers import check_buffers
+from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.value_head import Scale, ValueModel
 from vlmrl.observe.metrics import Metric
 from vlmrl.plugins import Processor, check_same_inputs, processor_of
@@ -73,6 +74,11 @@ class RewardModel:
     def release(self) -> None:
         """Free the memory that PyTorch caches on the device, for the engines that share it."""
         release_memory()
+
+    def traits(self) -> tuple[float, bool]:
+        """See `Policy.traits`."""
+        net = self._value_model.net
+        return patch_cost(net, self._processor), bool(net._is_stateful)
 
     @property
     def processor(self) -> Processor:

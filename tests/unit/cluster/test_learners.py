@@ -83,7 +83,8 @@ def test_reward_models_have_the_names_and_weights_of_their_settings() -> None:
         "process_weight": 2.0,
     }
     groups: dict[str, Any] = {"reward_model": LocalWorker(), "process_model": LocalWorker()}
-    models = remote_reward_models(config(reward=reward), ranks(LocalWorker()), groups)
+    by_role = {role: ranks(group) for role, group in groups.items()}
+    models = remote_reward_models(config(reward=reward).reward, by_role)
     assert [(model.name, model.weight, model.is_process) for model in models] == [
         ("model", 0.5, False),
         ("process", 2.0, True),

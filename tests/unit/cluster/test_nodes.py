@@ -111,11 +111,13 @@ def test_paths_are_checked_if_they_exist_on_this_machine(tmp_path: Path) -> None
         {
             "actor": {"model_name_or_path": str(tmp_path)},
             "eval": {"dataset": "visual_math"},
-            "reward": {"functions": {"exact": 1.0}},
+            "reward": {"functions": {"exact": 1.0}, "model_name_or_path": str(loss.parent)},
             "ckpt": {"output_dir": "out"},
         }
     )
-    assert local_paths(evaluation) == {"actor.model_name_or_path": str(tmp_path)}
+    assert local_paths(evaluation) == dict.fromkeys(
+        ("actor.model_name_or_path", "reward.model_name_or_path"), str(tmp_path)
+    )
 
 
 def test_a_machine_reports_its_versions_and_the_paths_that_it_does_not_see(tmp_path: Path) -> None:

@@ -124,8 +124,7 @@ class Run:
         config = self.config
         builder: Any = SimpleNamespace(
             prompts=lambda config, say: Prompts(config),
-            rewarder=lambda config, say: Rewarder() if config.has_scores else None,
-            engines=lambda config, report: engines,
+            evaluated=lambda config, processor, report: (engines, Rewarder()),
         )
         report: Any = SimpleNamespace(
             say=lambda line: None,
@@ -133,7 +132,8 @@ class Run:
             phase=lambda name: nullcontext(),
             step=lambda step, metrics: None,
         )
-        _complete(config, self.folder, journal, settings, builder, report)
+        processor: Any = None  # that of the real engines and reward models
+        _complete(config, self.folder, journal, settings, processor, builder, report)
         return journal
 
     def rows(self, journal: Journal) -> list[dict[str, Any]]:
@@ -220,6 +220,24 @@ def test_other_weights_in_the_same_folder_are_refused(tmp_path: Path) -> None:
     weights = next(model.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-4] + b"\1\1\1\1")
     with pytest.raises(ConfigError, match=r"files of actor.model_name_or_path \(different content\)"):
+        run.sample(Engines())
+
+
+def test_another_reward_model_in_the_same_folder_is_refused(model: str, tmp_path: Path) -> None:
+    scorer = tiny.build("qwen2_5_vl", tmp_path / "scorer", size="micro")
+    flags = {"reward.model_name_or_path": scorer}
+    run = Run(model, tmp_path / "out", **flags)
+    run.sample(Engines())
+    again = Engines()
+    others = {"reward.offload": "true", "train.max_tokens_per_gpu": 64}
+    Run(model, tmp_path / "out", **flags, **others).sample(again)
+    assert again.sampled == []
+    with pytest.raises(ConfigError, match=r"reward\.model_weight 1\.0, now 2\.0"):
+        Run(model, tmp_path / "out", **flags, **{"reward.model_weight": 2}).sample(Engines())
+    weights = next(scorer.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\1\1\1\1")
+    changed = r"files of reward\.model_name_or_path \(different content\): give the same, or choose another --ckpt"
+    with pytest.raises(ConfigError, match=changed):
         run.sample(Engines())
 
 

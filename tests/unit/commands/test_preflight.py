@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlmrl.cluster.placement import plan
+from vlmrl.cluster.placement import Place, plan
 from vlmrl.cluster.roles import plan_arguments
 from vlmrl.cluster.session import Node, Session
 from vlmrl.commands.preflight import (
@@ -275,3 +275,20 @@ def test_sharing_devices_is_not_advised_where_no_setting_shares_them() -> None:
     machines = Session((Node(id="", num_cpus=1, num_gpus=0),))
     with pytest.raises(ClusterError, match=r"ref requires 1 CPU core .*: lower --ref.num_gpus_per_node$"):
         plan(**plan_arguments(load(DpoConfig, needed.split()), machines))
+
+
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        ("", {"vllm": [Place(0, (0,))]}),
+        ("--reward.model_name_or_path j", {"reward_model": [Place(0, (0,))], "vllm": [Place(0, (1,))]}),
+        (
+            "--reward.model_name_or_path j --reward.process_model_name_or_path k --train.colocate_all",
+            {"reward_model": [Place(0, (0,))], "process_model": [Place(0, (0,))], "vllm": [Place(0, (0,))]},
+        ),
+    ],
+)
+def test_an_evaluation_places_its_reward_models(words: str, places: dict[str, list[Place]]) -> None:
+    config = load(EvalConfig, f"--actor.model_name_or_path m --eval.dataset e {words}".split())
+    machines = Session((Node(id="", num_cpus=2, num_gpus=2),))
+    assert plan(**plan_arguments(config, machines)) == places

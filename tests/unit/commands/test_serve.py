@@ -9,7 +9,7 @@ import pytest
 from chat_templates import text_processor
 
 from vlmrl.commands import serve
-from vlmrl.config.verbs import PolicyServeConfig
+from vlmrl.config.serving import PolicyServeConfig
 
 pytestmark = pytest.mark.anyio
 

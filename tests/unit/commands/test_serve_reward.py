@@ -16,7 +16,7 @@ from vlmrl.commands.serve_reward import ModelScorer, serve_rm
 from vlmrl.config.load import load
 from vlmrl.config.reward import Reward
 from vlmrl.config.serve import Serve
-from vlmrl.config.verbs import ServeConfig
+from vlmrl.config.serving import ServeConfig
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import make_pack
 from vlmrl.errors import ConfigError

@@ -8,9 +8,10 @@ import yaml
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.load import load
 from vlmrl.config.names import setting_value
+from vlmrl.config.serving import ServeConfig
 from vlmrl.config.stages import SftConfig
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import EvalConfig, RlConfig, ServeConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d?size=3&families=a+b"]
 

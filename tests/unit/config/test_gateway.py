@@ -8,7 +8,7 @@ from config.test_verbs import nest
 from pydantic import ValidationError
 
 from vlmrl.config.gateway import Gateway
-from vlmrl.config.verbs import PolicyServeConfig
+from vlmrl.config.serving import PolicyServeConfig
 
 
 def serve(**values: Any) -> PolicyServeConfig:

@@ -38,12 +38,35 @@ def generate(**flags: Any) -> GenerateConfig:
             {"generate.keep": "best", "reward.functions": "{}"},
             r"generate\.keep best needs scores: set reward\.functions",
         ),
+        (
+            {"generate.keep": "pairs", "rollout.n_samples_per_prompt": 2, "reward.functions": "{math: 0}"},
+            r"generate\.keep pairs needs scores that differ, and every reward has weight 0",
+        ),
+        (
+            {"rollout.best_of": 2, "reward.model_name_or_path": "scorer", "reward.model_weight": 0},
+            r"generate\.keep best needs scores that differ, and every reward has weight 0",
+        ),
+        (
+            {"generate.keep": "labels", "reward.model_name_or_path": "scorer"},
+            r"generate\.keep labels: the scores of reward\.model_name_or_path do not say .* set generate\.label_thr",
+        ),
+        ({"reward.model_weight": 2}, r"reward\.model_weight would not be read: there is no reward\.model_name_or_path"),
+        ({"train.colocate_all": "true"}, r"train\.colocate_all would not be read: there is no reward model"),
+        ({"ds.zero_stage": 3}, r"ds\.zero_stage would not be read: there is no reward model"),
+        (
+            {"reward.model_name_or_path": "scorer", "vllm.enable_sleep": "true"},
+            r"vllm\.enable_sleep frees memory for models on the same GPUs: it needs train\.colocate_all",
+        ),
+        (
+            {"reward.model_name_or_path": "scorer", "reward.remote_url": "f.py:model"},
+            r"your function is called model, like the metric of the reward model",
+        ),
+        ({"reward.clip_range": "[-1, 1]"}, r"reward\.clip_range: vlmrl generate does not have it"),
         ({"generate.label_threshold": 0.2}, r"generate\.label_threshold would not be read: generate\.keep is all"),
         (
             {"generate.keep": "labels", "generate.min_score": 1},
             r"generate\.min_score would not be read: generate\.keep",
         ),
-        ({"reward.model_name_or_path": "scorer"}, r"reward\.model_name_or_path: vlmrl generate does not have it"),
         ({"train.agent_func_path": "a.py:f"}, r"train\.agent_func_path: vlmrl generate does not have it"),
         ({"eval.dataset": "d"}, r"eval\.dataset: vlmrl generate does not have it"),
     ],
@@ -64,6 +87,16 @@ def test_rewards_are_the_default_only_where_rows_need_scores() -> None:
     assert generate(**{"rollout.best_of": 4}).reward.functions == {"math": 1.0}
     assert generate(**{"reward.functions": "exact"}).reward.functions == {"exact": 1.0}
     assert generate(**{"reward.remote_url": "f.py"}).has_scores
+    by_model = generate(**{"rollout.best_of": 4, "reward.model_name_or_path": "scorer"})
+    assert by_model.has_scores
+    assert by_model.reward.functions == {}
+
+
+def test_labels_by_a_reward_model_need_a_threshold_unless_a_reward_checks_responses() -> None:
+    flags = {"generate.keep": "labels", "reward.model_name_or_path": "scorer"}
+    assert generate(**flags, **{"generate.label_threshold": 0.3}).keep == "labels"
+    assert generate(**flags, **{"reward.functions": "math"}).keep == "labels"
+    assert generate(**{"generate.keep": "labels", "reward.process_model_name_or_path": "scorer"}).keep == "labels"
 
 
 def test_greedy_responses_are_allowed() -> None:

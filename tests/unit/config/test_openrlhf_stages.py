@@ -8,10 +8,11 @@ import pytest
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
 from vlmrl.config.openrlhf_stages import REFUSED_BY_VERB, RENAMED
+from vlmrl.config.serving import ServeConfig
 from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verb_list import VERBS
-from vlmrl.config.verbs import MergeConfig, ServeConfig
+from vlmrl.config.verbs import MergeConfig
 from vlmrl.errors import ConfigError
 
 TRAIN_SFT = Path(__file__).with_name("openrlhf_sft_flags.txt").read_text().split()

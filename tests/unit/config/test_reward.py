@@ -8,7 +8,8 @@ import pytest
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.load import load
 from vlmrl.config.reward import Reward
-from vlmrl.config.verbs import EvalConfig, RlConfig, ServeConfig
+from vlmrl.config.serving import ServeConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
@@ -124,11 +125,16 @@ def test_step_rewards_count_in_filtering() -> None:
     rl("--reward.process_model_name_or_path j --algo.dynamic_filtering_enable")
 
 
-def test_evaluation_asks_functions_and_servers_and_no_models() -> None:
+def test_evaluation_asks_functions_servers_and_models() -> None:
     needed = ["--actor.model_name_or_path", "m", "--eval.dataset", "d"]
     assert load(EvalConfig, [*needed, "--reward.remote_url", ONE]).reward.servers == (ONE,)
+    by_model = load(EvalConfig, [*needed, "--reward.model_name_or_path", "scorer", "--train.colocate_all"])
+    assert by_model.reward.functions == {}
+    assert by_model.pools == [frozenset({"vllm", "reward_model", "process_model"})]
     with pytest.raises(ConfigError, match="vlmrl eval does not have it; vlmrl rl does"):
-        load(EvalConfig, [*needed, "--reward.model_name_or_path", "scorer"])
+        load(EvalConfig, [*needed, "--reward.clip_range", "[-1, 1]"])
+    with pytest.raises(ConfigError, match=r"reward\.offload would not be read: there is no reward model"):
+        load(EvalConfig, [*needed, "--reward.offload"])
 
 
 def test_a_separator_of_line_breaks_survives_the_file(tmp_path: Path) -> None:
