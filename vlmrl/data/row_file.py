@@ -1,16 +1,25 @@
-"""Write rows to a JSON lines or Parquet file, which appears only when it is complete."""
+"""Write rows to a JSON lines or Parquet file, which appears only when it is complete. Only a batch of rows is in
+memory."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmrl.errors import DataError
 from vlmrl.plugins import first_line
 from vlmrl.system.storage import writing
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_BATCH_ROWS = 1024
+"""Rows that are converted to Parquet together, a row group of the file."""
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
@@ -22,16 +31,20 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         StorageError: the file cannot be written.
         DataError: Parquet cannot hold these rows.
     """
-    partial = path.with_name(f".{path.name}.tmp")
-    with writing(path.name, path.parent):
+    with writing(path.name, path.parent), ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
-        count = _write_lines(partial, rows)
-        if path.suffix == ".parquet" and count:
-            _convert_to_parquet(partial, path)
-        if count:
-            partial.replace(path)
+        lines, table = (path.with_name(f".{path.name}{suffix}") for suffix in (".tmp", ".table.tmp"))
+        for file in (lines, table):
+            stack.callback(file.unlink, missing_ok=True)
+        count = _write_lines(lines, rows)
+        if not count:
+            return 0
+        if path.suffix == ".parquet":
+            # The rows are read twice more: Parquet needs all columns with their types before the first row.
+            _write_parquet(lines, table, name=path)
+            table.replace(path)
         else:
-            partial.unlink()
+            lines.replace(path)
     return count
 
 
@@ -47,15 +60,36 @@ def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     return count
 
 
-def _convert_to_parquet(file: Path, path: Path) -> None:
-    """Replace a file of JSON lines by the same rows as Parquet."""
-    import datasets
+def _write_parquet(lines: Path, table: Path, *, name: Path) -> None:
+    """Write the rows of a file of JSON lines to a Parquet file; `name` is its final one, for messages."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetWriter
 
-    with file.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    names = list(dict.fromkeys(name for row in rows for name in row))
     try:
-        table = datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
-    except (ValueError, TypeError) as error:  # Arrow's errors: a column of texts and lists, say
-        raise DataError(f"{path}: Parquet cannot hold these rows ({first_line(error)}): write a .jsonl file") from error
-    table.to_parquet(str(file))
+        schema = _schema(lines)
+        with table.open("wb") as file:
+            with ParquetWriter(file, schema) as writer:
+                for rows in _batches(lines):
+                    writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+            file.flush()
+            os.fsync(file.fileno())
+    except (ValueError, TypeError, OverflowError) as error:  # Arrow's errors: a column of texts and lists, say
+        raise DataError(f"{name}: Parquet cannot hold these rows ({first_line(error)}): write a .jsonl file") from error
+
+
+def _schema(lines: Path) -> pa.Schema:
+    """Return the columns of all rows, in the order of their first appearance, each with a type for all its values."""
+    import pyarrow as pa
+
+    schema = pa.schema([])
+    for rows in _batches(lines):
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = pa.table({name: [row.get(name) for row in rows] for name in names})
+        schema = pa.unify_schemas([schema, table.schema], promote_options="permissive")
+    return schema
+
+
+def _batches(lines: Path) -> Iterator[list[dict[str, Any]]]:
+    with lines.open(encoding="utf-8") as file:
+        while rows := [json.loads(line) for line in islice(file, _BATCH_ROWS)]:
+            yield rows
