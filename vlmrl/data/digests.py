@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrl.config.pairs import PAIR_KEYS
-from vlmrl.data.columns import Keys, as_list, value_at
+from vlmrl.data.columns import Keys, as_list, top_column, value_at
 from vlmrl.data.conversations import read_conversation
 from vlmrl.data.image_source import NO_ACCESS, ImageAccess, locate
 from vlmrl.data.rows import Rows
@@ -40,6 +40,10 @@ class RowDigest(NamedTuple):
     label: str
     images: str
     """Of the images' content; for an image behind a URL, of the URL."""
+    response: str
+    """Of the response to learn, if the run reads one."""
+    others: str
+    """Of the columns that none of these are in: reward functions read them, and `vlmrl generate` keeps them."""
 
 
 class RowHasher(NamedTuple):
@@ -47,7 +51,7 @@ class RowHasher(NamedTuple):
 
     rows: Rows
     keys: Keys
-    """The columns of question, label and images: `input_key`, `label_key`, `image_key`."""
+    """The columns of question, label, images and response: `input_key`, `label_key`, `image_key`, `output_key`."""
     access: ImageAccess = NO_ACCESS
     """The files that the images may come from."""
 
@@ -58,10 +62,14 @@ class RowHasher(NamedTuple):
             question, inline = read_conversation(value_at(values, self.keys["input_key"]))
             images = inline or as_list(value_at(values, self.keys["image_key"]))
             pair = [value_at(values, self.keys[name]) for name in PAIR_KEYS if name in self.keys]
+            read = {top_column(key) for key in self.keys.values()}
+            others = {str(name): value for name, value in values.items() if name not in read}
             return RowDigest(
                 _digest(*map(_canonical, [question, *pair])),
                 _digest(_canonical(value_at(values, self.keys.get("label_key")))),
                 _digest(*(_image_content(image, self.access) for image in images if image is not None)),
+                _digest(_canonical(value_at(values, self.keys.get("output_key")))),
+                _digest(_canonical(others)),
             )
         return None
 

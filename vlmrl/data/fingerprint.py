@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from vlmrl.data.digests import FileDigest, RowHasher, digest_file, spaced_indices
+from vlmrl.data.digests import FileDigest, RowDigest, RowHasher, digest_file, spaced_indices
 
 _NUM_ROWS = 256
 _NUM_GENERATED_ROWS = 16
@@ -89,8 +89,8 @@ def _compare_files(old: Mapping[str, Any], new: Mapping[str, Any], certain: list
 
 def _compare_rows(name: str, old: Mapping[str, Any], new: Mapping[str, Any], certain: list[str]) -> None:
     compared = sorted(old.keys() & new.keys(), key=int)
-    different = [row for row in compared if old[row] != new[row]]
-    examples = [f"{name}:{row} ({_changed_parts(old[row], new[row])})" for row in different[:_MAX_NAMED]]
+    different = {row: parts for row in compared if (parts := _changed_parts(old[row], new[row]))}
+    examples = [f"{name}:{row} ({parts})" for row, parts in list(different.items())[:_MAX_NAMED]]
     if different:
         rest = len(different) - len(examples)
         certain.append(
@@ -100,8 +100,8 @@ def _compare_rows(name: str, old: Mapping[str, Any], new: Mapping[str, Any], cer
 
 
 def _changed_parts(old: Sequence[str] | None, new: Sequence[str] | None) -> str:
+    """Name the parts of a row whose digests differ; an older vlmrl saved only the first three."""
     if old is None or new is None:
-        return "readable in only one of the two runs"
-    return " and ".join(
-        part for part, before, after in zip(("question", "label", "images"), old, new, strict=True) if before != after
-    )
+        return "" if old == new else "readable in only one of the two runs"
+    parts = [name.replace("others", "other columns") for name in RowDigest._fields]
+    return " and ".join(part for part, before, after in zip(parts, old, new, strict=False) if before != after)

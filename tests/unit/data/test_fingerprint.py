@@ -12,7 +12,7 @@ from PIL import Image
 from vlmrl.config.data import Columns
 from vlmrl.data import digests
 from vlmrl.data.digests import RowHasher, digest_file, spaced_indices
-from vlmrl.data.fingerprint import fingerprint
+from vlmrl.data.fingerprint import compare, fingerprint
 from vlmrl.data.image_source import ImageAccess
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_all
@@ -209,3 +209,36 @@ def test_images_in_messages_are_digested_by_content_and_forbidden_files_are_not_
         digest_pairs.append((hasher.digest(0), hasher.digest(1)))
     assert digest_pairs[0][0] != digest_pairs[1][0]
     assert digest_pairs[0][1] == digest_pairs[1][1] is not None
+
+
+GENERATED = [{"q": f"q{i}", "a": f"a{i}", "worked": f"w{i}", "hint": {"h": i}} for i in range(40)]
+
+
+def generated(rows: list[dict[str, Any]], **keys: str | None) -> dict[str, Any]:
+    """The fingerprint of rows without files, as it is read from a checkpoint."""
+    source = Rows(name="made", rows=rows, columns=("q", "a", "worked", "hint"), is_generated=True)
+    columns = {"input_key": "q", "label_key": None, "image_key": None, "output_key": "a"} | keys
+    return json.loads(json.dumps(fingerprint(RowHasher(source, columns))))
+
+
+@pytest.mark.parametrize(
+    ("other", "parts"),
+    [
+        (generated([row | {"a": "?"} for row in GENERATED]), "response"),
+        (generated([row | {"hint": {"h": "?"}} for row in GENERATED]), "other columns"),
+        (generated(GENERATED, output_key="worked"), "response and other columns"),
+        (generated(GENERATED, label_key="hint.h"), "label and other columns"),
+    ],
+    ids=["response", "column of a reward", "response in another column", "label in another column"],
+)
+def test_all_columns_of_rows_without_files_are_compared(other: dict[str, Any], parts: str) -> None:
+    (line,) = compare([generated(GENERATED)], [other]).certain
+    assert line.startswith(f"of 16 rows made:0 ({parts}), ")
+    assert compare([other], [other]).certain == []
+
+
+def test_a_checkpoint_with_fewer_digests_per_row_has_those_compared() -> None:
+    saved = generated(GENERATED)
+    saved["rows"] = {row: digests[:3] for row, digests in saved["rows"].items()}
+    assert compare([saved], [generated([row | {"a": "?"} for row in GENERATED])]).certain == []
+    assert compare([saved], [generated([row | {"q": "?"} for row in GENERATED])]).certain
