@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmrl.commands.merged_actor import with_merged_actor
 from vlmrl.commands.preflight import check_data
 from vlmrl.commands.run import prepare, run_session
 from vlmrl.config.verbs import EvalConfig
@@ -19,7 +20,8 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     with run_session(config, folder, warnings) as (builder, report):
         prompts = builder.prompts(config, report.say)
         sets = with_metric_names(prompts.evaluation())
-        engines, reward_sources = builder.evaluated(config, processor, report)
+        merged = with_merged_actor(config, folder, builder.stack, report.say)
+        engines, reward_sources = builder.evaluated(merged, processor, report)
         report.begin(total_steps=0, done=0)
         with report.phase("eval"):
             metrics, responses = evaluate_sets(

@@ -14,6 +14,7 @@ from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.cluster.rewards import RewardSources
+from vlmrl.commands.merged_actor import with_merged_actor
 from vlmrl.commands.preflight import check_data
 from vlmrl.commands.run import prepare, run_session
 from vlmrl.config.names import setting_value
@@ -39,7 +40,10 @@ _NOT_COMPARED = frozenset(
     }
 )
 """Settings of the compared sections that no response and no score depends on."""
-_MODELS = ("actor.model_name_or_path", "reward.model_name_or_path", "reward.process_model_name_or_path")
+_MODELS = (
+    *("actor.model_name_or_path", "actor.adapter_name_or_path"),
+    *("reward.model_name_or_path", "reward.process_model_name_or_path"),
+)
 _MODEL_FILES = (".safetensors", ".json", ".jinja")
 """Suffixes of a model's files that responses depend on: weights, configurations, tokenizer, chat template."""
 _COMPARED_SECTIONS = ("actor", "data", "reward", "rollout", "train.seed", "ds.param_dtype")
@@ -167,7 +171,8 @@ def _complete(
     if journal.position >= num_rows:
         report.begin(total_steps=done, done=done)
         return None
-    engines, sources = builder.evaluated(config, processor, report)
+    merged = with_merged_actor(config, folder, builder.stack, report.say)
+    engines, sources = builder.evaluated(merged, processor, report)
     report.begin(total_steps=_num_batches(config, num_rows), done=done)
     batches = _Batches(config, folder, prompts, engines, sources, first=journal.position)
     start, num_tokens = time.monotonic(), 0

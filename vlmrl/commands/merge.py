@@ -41,6 +41,13 @@ def merge(config: MergeConfig) -> None:
         raise ConfigError(f"merge.output: {output} is not empty: give another folder")
     stored = read_adapter(config.merge.adapter, flag="merge.adapter")
     path = _base(config, stored)
+    write_merged(config, stored, path, output)
+    line = f"merged {len(stored.targets)} layers of {config.merge.adapter} into {path}: {output}"
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def write_merged(config: MergeConfig, stored: StoredAdapter, path: str, output: Path) -> None:
+    """Write the base `path` with the adapter to the folder `output`; errors are those of `merge`."""
     processor = processor_of(path, Columns(), trust_remote_code=config.merge.trust_remote_code, flag=_FLAG)
     check_base(stored, path, folder=config.merge.adapter, flag="merge.adapter", model_flag=_FLAG)
     net = _load(path, config, stored, processor)
@@ -49,8 +56,6 @@ def merge(config: MergeConfig) -> None:
     with writing("the merged model", output):
         net.save_pretrained(output)
         processor.save(output)
-    line = f"merged {len(stored.targets)} layers of {config.merge.adapter} into {path}: {output}"
-    Console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from vlmrl.cluster.roles import placement_table, plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import check_devices
 from vlmrl.cluster.worker_deaths import report_deaths
+from vlmrl.commands.merged_actor import check_adapter
 from vlmrl.commands.preflight import (
     check_algorithm,
     check_columns,
@@ -84,6 +85,8 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         check_algorithm(config)
     if isinstance(config, RlConfig) or (isinstance(config, EvalConfig) and config.reward.has_model):
         check_models(config)
+    if isinstance(config, EvalConfig):
+        check_adapter(config)
     if isinstance(config, TrainingConfig) and config.ckpt.best_metric_key is not None:
         read_best(folder.best, metric=config.ckpt.best_metric_key)
     if isinstance(config, DpoConfig):

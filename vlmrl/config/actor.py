@@ -20,7 +20,8 @@ class Model(OptimizerSettings):
     model_name_or_path: Text
     """Local folder or Hub id of the model."""
     adapter_name_or_path: Text | None = None
-    """Folder of an adapter to start from, as a run with `ds.lora.rank` writes it to adapter/."""
+    """Folder of an adapter to start from, as a run with `ds.lora.rank` writes it to adapter/. `eval` and `generate`
+    merge it into the model that the engines load."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose author you trust."""
     num_nodes: PositiveInt = 1

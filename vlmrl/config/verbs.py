@@ -220,7 +220,7 @@ class EvalConfig(AgentConfig):
 
     verb: ClassVar[str] = "eval"
     omits: ClassVar[frozenset[str]] = (
-        all_but(Model, "actor", *CHECKPOINT)
+        all_but(Model, "actor", *CHECKPOINT, "adapter_name_or_path")
         | frozenset({"data.output_key"})
         | all_but(Rollout, "rollout", "max_new_tokens")
         | frozenset(f"vllm.{name}" for name in (*SYNC, "max_logprob_diff", "qlora_base"))

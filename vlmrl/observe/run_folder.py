@@ -68,6 +68,11 @@ class RunFolder:
         return self.root / "outputs.txt"
 
     @property
+    def merged(self) -> Path:
+        """The model with its adapter, while a run that does not train samples from it."""
+        return self.root / ".merged"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

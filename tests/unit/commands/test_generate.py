@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +125,7 @@ class Run:
         builder: Any = SimpleNamespace(
             prompts=lambda config, say: Prompts(config),
             evaluated=lambda config, processor, report: (engines, Rewarder()),
+            stack=ExitStack(),
         )
         report: Any = SimpleNamespace(
             say=lambda line: None,
