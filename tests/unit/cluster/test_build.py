@@ -1,14 +1,17 @@
-"""Roles that are still starting when the run ends."""
+"""The order in which roles start, and roles that are still starting when the run ends."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from vlmrl.cluster.build import RoleBuilder
-from vlmrl.cluster.session import Session
+from vlmrl.cluster.session import Node, Session
+from vlmrl.config.load import load
+from vlmrl.config.verbs import EvalConfig
 from vlmrl.parallel import run_parallel
 
 
@@ -43,3 +46,36 @@ def test_the_builder_closes_when_no_thread_waits_for_its_roles_any_more() -> Non
     with pytest.raises(ValueError, match="too few rows"):
         run()
     assert done == ["waited"]
+
+
+@pytest.mark.parametrize("flags", ["", "--train.colocate_all --vllm.enable_sleep"])
+def test_an_evaluation_starts_engines_before_models_that_share_their_gpus(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would count memory that they take meanwhile as its own."""
+    started: list[str] = []
+    engines_started = threading.Event()
+
+    def start_engines(*_: Any) -> str:
+        if not flags:
+            engines_started.wait(0.2)
+        started.append("engines")
+        engines_started.set()
+        return "engines"
+
+    def start_models(*_: Any) -> dict[str, Any]:
+        started.append("models")
+        return {}
+
+    monkeypatch.setattr(RoleBuilder, "engines", start_engines)
+    monkeypatch.setattr(RoleBuilder, "rewarder", lambda *_: None)
+    monkeypatch.setattr(RoleBuilder, "_reward_models", start_models)
+    needed = "--actor.model_name_or_path m --eval.dataset d --reward.model_name_or_path j"
+    config = load(EvalConfig, f"{needed} {flags}".split())
+    report: Any = type("Report", (), {"say": print})
+    unused: Any = None
+    with ExitStack() as stack:
+        builder = RoleBuilder(Session((Node(id="", num_cpus=2, num_gpus=1),)), {}, stack)
+        engines: Any = builder.evaluated(config, unused, report)[0]
+    assert engines == "engines"
+    assert started == (["engines", "models"] if flags else ["models", "engines"])
