@@ -257,7 +257,7 @@ class RoleBuilder:
             learners.teacher,
         )
 
-    def evaluated(
+    def evaluation_roles(
         self, config: EvalConfig, processor: Processor, report: Progress
     ) -> tuple[RemoteEngines, RewardSources]:
         """Start engines and reward sources: all roles of a run that samples and scores without training."""

@@ -21,7 +21,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         prompts = builder.prompts(config, report.say)
         sets = with_metric_names(prompts.evaluation())
         merged = with_merged_actor(config, folder, builder.stack, report.say)
-        engines, reward_sources = builder.evaluated(merged, processor, report)
+        engines, reward_sources = builder.evaluation_roles(merged, processor, report)
         report.begin(total_steps=0, done=0)
         with report.phase("eval"):
             metrics, responses = evaluate_sets(

@@ -172,7 +172,7 @@ def _complete(
         report.begin(total_steps=done, done=done)
         return None
     merged = with_merged_actor(config, folder, builder.stack, report.say)
-    engines, sources = builder.evaluated(merged, processor, report)
+    engines, sources = builder.evaluation_roles(merged, processor, report)
     report.begin(total_steps=_num_batches(config, num_rows), done=done)
     batches = _Batches(config, folder, prompts, engines, sources, first=journal.position)
     start, num_tokens = time.monotonic(), 0

@@ -56,7 +56,7 @@ class Vllm(Section):
     a difference of 20 times the measured noise (`verify/noise/level`) also stops the run; if it is set, that only
     warns."""
     enable_sleep: bool = False
-    """Free the engine's GPU memory while the trainer works; needs `train.colocate_all` and CUDA."""
+    """Free the engine's GPU memory while other models work; needs `train.colocate_all` and CUDA."""
 
     @property
     def bucket_bytes(self) -> int:

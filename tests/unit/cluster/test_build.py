@@ -76,6 +76,6 @@ def test_an_evaluation_starts_engines_before_models_that_share_their_gpus(
     unused: Any = None
     with ExitStack() as stack:
         builder = RoleBuilder(Session((Node(id="", num_cpus=2, num_gpus=1),)), {}, stack)
-        engines: Any = builder.evaluated(config, unused, report)[0]
+        engines: Any = builder.evaluation_roles(config, unused, report)[0]
     assert engines == "engines"
     assert started == (["engines", "models"] if flags else ["models", "engines"])

@@ -124,7 +124,7 @@ class Run:
         config = self.config
         builder: Any = SimpleNamespace(
             prompts=lambda config, say: Prompts(config),
-            evaluated=lambda config, processor, report: (engines, Rewarder()),
+            evaluation_roles=lambda config, processor, report: (engines, Rewarder()),
             stack=ExitStack(),
         )
         report: Any = SimpleNamespace(
