@@ -122,8 +122,9 @@ def test_the_models_own_best_responses_teach_it(tiny_model: Callable[..., str], 
     """The three commands of the guide, as recipes, after a warm-up that leaves much to learn."""
     train_sft(load(SftConfig, recipe("quickstart_sft.yaml", tiny_model("qwen2_5_vl"), tmp_path / "warm")))
     warm = str(tmp_path / "warm" / "model")
-    generate(load(GenerateConfig, recipe("generate_tiny.yaml", warm, tmp_path / "generated")))
-    rows = {"data.prompt_dataset": tmp_path / "generated" / "generated.jsonl"}
+    fewer = {"data.max_samples": 1024}
+    generate(load(GenerateConfig, recipe("generate_tiny.yaml", warm, tmp_path / "generated", **fewer)))
+    rows = {"data.prompt_dataset": tmp_path / "generated" / "generated.jsonl", "train.max_steps": 40}
     train_sft(load(SftConfig, recipe("quickstart_sft/self_improvement.yaml", warm, tmp_path / "improved", **rows)))
     before, after = (accuracy(str(tmp_path / name / "model"), tmp_path) for name in ("warm", "improved"))
     # Four standard errors of the difference of two accuracies over 512 responses, at most.

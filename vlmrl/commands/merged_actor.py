@@ -50,9 +50,12 @@ def with_merged_actor(config: _Config, folder: RunFolder, stack: ExitStack, say:
     actor = config.actor
     if actor.adapter_name_or_path is None:
         return config
+    from transformers.utils import logging
+
     from vlmrl.commands.merge import write_merged
     from vlmrl.models.adapter_files import read_adapter
 
+    logging.disable_progress_bar()  # it would be shown among the lines of the run
     stored = read_adapter(actor.adapter_name_or_path, flag=_FLAG)
     remove = partial(shutil.rmtree, folder.merged, ignore_errors=True)
     remove()  # of a run that was killed
