@@ -103,13 +103,13 @@ def python(*words: str, log: Path) -> None:
         sys.exit(f"{tail}\n`{' '.join(words)}` ended with exit code {code}; full output: {log}")
 
 
-def read_curve(metrics: Path) -> dict[str, list[float]]:
+def read_curve(metrics: Path, metric: str = METRIC) -> dict[str, list[float]]:
     """Read the steps and accuracies of a run's evaluations, and the seconds of its steps."""
     records: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
-    evaluated = [record for record in records if METRIC in record]
+    evaluated = [record for record in records if metric in record]
     return {
         "step": [record["step"] for record in evaluated],
-        "accuracy": [record[METRIC] for record in evaluated],
+        "accuracy": [record[metric] for record in evaluated],
         "seconds": [record["time/step_s"] for record in records if "time/step_s" in record],
     }
 

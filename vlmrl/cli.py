@@ -301,10 +301,10 @@ def _memory_plan(words: list[str], *, as_json: bool) -> int:
     known = {name: field for kind in kinds for name, field in kind.settings().items()}
     given = read(words, known, sorted({name for kind in kinds for name in kind.sections()})).given
     # The first verb that has most of the settings: one that has all, if there is one. Those of engines are settings of
-    # sft only where it samples responses.
+    # supervised stages only where they sample responses.
     of_engines = () if "eval.generate_enable" in given else ("reward.", "rollout.", "vllm.", "train.colocate_all")
     read_by = {
-        kind: {name for name in kind.settings() if kind is not SftConfig or not name.startswith(of_engines)}
+        kind: {name for name in kind.settings() if kind is RlConfig or not name.startswith(of_engines)}
         for kind in kinds
     }
     kind = max(kinds, key=lambda kind: len(given.keys() & read_by[kind]))

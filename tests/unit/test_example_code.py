@@ -56,8 +56,8 @@ def test_the_reward_falls_with_the_distance(response: str, reward: float) -> Non
     assert reward_function(response=response, label="7") == pytest.approx(reward)
 
 
-def compare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_algorithms", EXAMPLES / "compare_algorithms.py")
+def compare(name: str = "compare_algorithms") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -92,6 +92,36 @@ def test_the_comparison_fails_if_an_algorithm_does_not_learn(
     monkeypatch.setattr(script, "warm_start", lambda out: out)
     monkeypatch.setattr("sys.argv", ["compare_algorithms.py", "--out", str(tmp_path)])
     assert script.main() == code
+
+
+@pytest.mark.parametrize(("after", "code"), [(0.75, 0), (0.30, 1)])
+def test_the_comparison_of_preferences_fails_if_a_loss_rises_by_no_more_than_noise(
+    after: float,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    script = compare("compare_preferences")
+    for name in script.LOSSES:
+        (tmp_path / name / "model").mkdir(parents=True)
+        last = after if name == "kto" else 1.0
+        records = [{"step": 0, script.METRIC: 0.25}, {"step": 1, script.METRIC: last, "time/step_s": 1.0}]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr(script, "warm_start", lambda out: out)
+    monkeypatch.setattr("sys.argv", ["compare_preferences.py", "--out", str(tmp_path)])
+    assert script.main() == code
+    last_line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last_line == json.loads((tmp_path / "summary.json").read_text())
+    assert last_line["kto"] == {
+        "before": 0.25,
+        "after": after,
+        "standard_error": pytest.approx((after * (1 - after) / 512) ** 0.5, abs=1e-4),
+        "rises": code == 0,
+        "seconds_per_step": 1.0,
+    }
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_the_guide_has_a_line_with_recipes_for_every_estimator_and_loss() -> None:

@@ -14,7 +14,7 @@ from vlmrl.config.critic import Critic
 from vlmrl.config.distill import Distill
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.stages import DpoConfig, SftConfig
+from vlmrl.config.stages import DpoConfig, SamplingConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 
@@ -37,13 +37,15 @@ def plan_arguments(config: TrainingConfig | EvalConfig, machines: Session) -> di
             for name, path in zip(REWARD_MODELS, paths, strict=True)
             if path is not None
         ]
-    if isinstance(config, RlConfig | EvalConfig) or (isinstance(config, SftConfig) and config.eval.generate_enable):
-        roles.append(Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"))
+    sampling = config.generation if isinstance(config, SamplingConfig) else config
+    if isinstance(sampling, RlConfig | EvalConfig):
+        vllm = sampling.vllm
+        roles.append(Role("vllm", vllm.num_engines, vllm.tensor_parallel_size, flag="--vllm.num_engines"))
     shared = config.pools
     arguments: dict[str, Any] = {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
     if isinstance(config, RlConfig) and config.train.queue_size:
         arguments["sharing"] = _sharing_of_async(config)
-    elif not isinstance(config, RlConfig | SftConfig):
+    elif not isinstance(config, RlConfig) and (sampling is None or sampling is config):
         arguments["sharing"] = []
     return arguments
 

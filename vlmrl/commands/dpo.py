@@ -11,6 +11,7 @@ from typing import Any
 from vlmrl.cluster.preferences import PreferencePolicy, Reference
 from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.cluster.role_settings import preference_loss
+from vlmrl.commands.sampled_evaluation import Measure, start_sampler
 from vlmrl.commands.stage import Stage, StageRun, run_stage
 from vlmrl.config.num_steps import last_step
 from vlmrl.config.stages import DpoConfig
@@ -37,13 +38,16 @@ def _start(config: DpoConfig, run: StageRun) -> Stage:
     if not config.dpo.is_paired:
         rows.check_classes()
     sets = with_metric_names(_evaluation_sets(config, rows))
+    sampler = start_sampler(config, run)
     learners = run.builder.learners(config, run.processor, adapter=run.adapter, num_rows=run.num_rows, say=report.say)
     cache = None
     if config.dpo.needs_reference and config.dpo.precompute_reference:
         # The policy still has its initial weights: checkpoints are restored later, and a new adapter adds nothing.
         cache = _precomputed(config, run.folder, rows, list(sets.values()), learners.policy, report)
     policy = PreferencePolicy(learners.policy, preference_loss(config), learners.reference, cache)
-    measure = PreferenceEvaluation(sets, policy).measure
+    measure: Measure = PreferenceEvaluation(sets, policy).measure
+    if sampler is not None:
+        measure = sampler.beside(measure, policy)
     if config.dpo.is_paired:
         return Stage(policy, rows.draw_pairs, policy.fit_pairs, measure)
     return Stage(policy, rows.draw_judged, policy.fit_judged, measure)

@@ -17,7 +17,7 @@ from vlmrl.config.distill import Distill
 from vlmrl.config.pairs import PairData
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SamplingConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ClusterError
@@ -164,7 +164,7 @@ def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
         if config.has_critic:
             roles.append(_critic(config, actor, machine.device))
         roles += _frozen(config, max(tokens, config.rollout.max_tokens_per_gpu or 0), machine.device)
-    sampling = config.generation if isinstance(config, SftConfig) else config
+    sampling = config.generation if isinstance(config, SamplingConfig) else config
     if isinstance(sampling, RlConfig | EvalConfig):
         sequence = sequence_bytes(size, vllm=sampling.vllm, ds=config.ds, tokens=sampling.max_sequence_tokens)
         settings_of_length = sampling.settings_of_length
@@ -300,7 +300,7 @@ def _shares(config: TrainingConfig, roles: tuple[tuple[RoleMemory, int], ...], m
         pool = tuple(role for role in all_roles if role.name in names)
         needs = {role.name: role.num_bytes() for role in pool}
         needed = sum(needs.values())
-        if isinstance(config, RlConfig | SftConfig) and config.vllm.enable_sleep and "vllm" in needs:
+        if isinstance(config, RlConfig | SamplingConfig) and config.vllm.enable_sleep and "vllm" in needs:
             # Engines sleep while other roles train. Those free the memory of their passes, and keep the rest.
             others = [p for role in pool if role.name != "vllm" for p in role.parts]
             kept = sum(p.num_bytes for p in others if p.stays and not p.in_host_memory)

@@ -20,8 +20,9 @@ from vlmrl.cluster.roles import num_nodes_required, placement_table, plan_argume
 from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.cluster.sync_plan import check_devices, check_engine_base
 from vlmrl.commands import forecast
+from vlmrl.commands.questions import questions_of
 from vlmrl.config.data import Data
-from vlmrl.config.stages import DpoConfig, SftConfig, SupervisedConfig
+from vlmrl.config.stages import DpoConfig, SamplingConfig, SftConfig, SupervisedConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.data.columns import find_columns
@@ -52,7 +53,7 @@ def actor_adapter_plan(config: TrainingConfig, processor: Processor) -> AdapterP
         ConfigError: the model has no such layers, or they are frozen, or the engines do not support these settings.
     """
     plan = plan_adapter(config.actor, config.ds.lora, processor)
-    if isinstance(config, RlConfig) or (isinstance(config, SftConfig) and config.generation is not None):
+    if isinstance(config, RlConfig) or (isinstance(config, SamplingConfig) and config.generation is not None):
         check_engine_base(plan, ds=config.ds, vllm=config.vllm)
     return plan
 
@@ -213,10 +214,10 @@ def format_checkpoint_plan(config: TrainingConfig | EvalConfig) -> list[str]:
 def check_hardware(config: TrainingConfig | EvalConfig, machines: Session, adapter: AdapterPlan | None = None) -> None:
     """Raise ConfigError for settings that need a GPU where there is none, or that the engines' GPUs do not support."""
     if machines.has_gpus:
-        if isinstance(config, RlConfig) or (isinstance(config, SftConfig) and config.generation is not None):
+        if isinstance(config, RlConfig) or (isinstance(config, SamplingConfig) and config.generation is not None):
             check_engine_dtype(adapter, config.ds.param_dtype, has_gpu=True)
         return
-    if isinstance(config, RlConfig | EvalConfig | SftConfig) and config.vllm.enable_sleep:
+    if isinstance(config, RlConfig | EvalConfig | SamplingConfig) and config.vllm.enable_sleep:
         raise ConfigError("vllm.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
     if isinstance(config, RlConfig) and config.ds.enable_sleep:
         raise ConfigError("ds.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
@@ -277,7 +278,7 @@ def _place(config: TrainingConfig | EvalConfig, adapter: AdapterPlan | None, con
         unknown = "a dry run does not contact the cluster of RAY_ADDRESS"
         print_line(console, f"warning: placement: {error}; {unknown}")
         return
-    if isinstance(config, RlConfig | SftConfig):
+    if isinstance(config, RlConfig | SamplingConfig):
         check_devices(config.vllm, machines, places)
     console.print(placement_table(places, machines))
 
@@ -307,8 +308,8 @@ def _show_data(config: TrainingConfig | EvalConfig, source: Source, console: Con
         first = first or prompts[0]
         count = len(prompts)
         table.add_row(Text(one_line(f"evaluation: {name}")), str(count), str(count), *_size_cells(prompts))
-        if isinstance(config, SftConfig) and config.generation is not None:
-            label_questions(name, prompts, config.reward, lines.append)
+        if isinstance(config, SamplingConfig) and config.generation is not None:
+            label_questions(name, questions_of(config, prompts), config.reward, lines.append)
     console.print(table)
     repeats = [] if isinstance(config, EvalConfig) else source.find_duplicates().lines()
     for line in (*repeats, *source.take_warnings()):

@@ -30,7 +30,7 @@ from vlmrl.commands.preflight import (
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.num_steps import last_step_from
-from vlmrl.config.stages import DpoConfig, SftConfig
+from vlmrl.config.stages import DpoConfig, SamplingConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, GenerateConfig, RlConfig
 from vlmrl.errors import ConfigError
@@ -74,7 +74,7 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
     check_folder(config, folder)
     warnings = check_machine(config)
     check_columns(config)
-    if isinstance(config, SftConfig) and config.generation is not None:
+    if isinstance(config, SamplingConfig) and config.generation is not None:
         check_functions(config.reward, asks_servers=not dry_run)
         check_lengths(config.generation)
     if isinstance(config, RlConfig | EvalConfig) and (config.reward.functions or config.reward.remote_url):
@@ -168,7 +168,7 @@ def run_session(
         machines = outer.enter_context(session())
         check_hardware(config, machines, adapter)
         places = plan(**plan_arguments(config, machines))
-        if isinstance(config, RlConfig | SftConfig):
+        if isinstance(config, RlConfig | SamplingConfig):
             check_devices(config.vllm, machines, places)
         machines.roster.dump = log.write
         check_nodes(config, machines, places, folder.root)

@@ -13,7 +13,7 @@ from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.names import settings
 from vlmrl.config.optimizer import unread_of_optimizer
 from vlmrl.config.rollout import Eval, EvalRows
-from vlmrl.config.train import EvalLoop, SftLoop, TrainRl
+from vlmrl.config.train import EvalLoop, SampledLoop, TrainRl
 from vlmrl.config.vllm import Vllm
 
 REWARD_MODELS = ("reward_model", "process_model")
@@ -119,7 +119,7 @@ def conflicts_of_sleep(ds: Ds, train: TrainRl, trained: Mapping[str, tuple[int |
     return conflicts
 
 
-def conflicts_of_devices(vllm: Vllm, train: TrainRl | SftLoop | EvalLoop) -> list[str]:
+def conflicts_of_devices(vllm: Vllm, train: TrainRl | SampledLoop | EvalLoop) -> list[str]:
     conflicts = []
     if vllm.enable_sleep and not train.colocate_all:
         conflicts.append("vllm.enable_sleep frees memory for models on the same GPUs: it needs train.colocate_all")

@@ -3,10 +3,7 @@
 from vlmrl.config.base import Unread
 from vlmrl.config.data import Data
 from vlmrl.config.distill import SftDistill
-from vlmrl.config.names import settings
-from vlmrl.config.reward import Scoring
-from vlmrl.config.rollout import EvalBase, EvalRows
-from vlmrl.config.vllm import Vllm
+from vlmrl.config.sampled_eval import SampledEval
 
 
 class Sft(SftDistill):
@@ -28,15 +25,6 @@ class SftData(Data):
     row whose responses all lie beyond is dropped, and a response that is cut has no end token."""
 
 
-class SftEval(EvalRows, EvalBase):
-    """Evaluation on held-out rows: the loss of their responses, and responses of the model."""
-
-    generate_enable: bool = False
-    """Also sample responses to the held-out questions, with engines (`vllm.*`), and score them with `reward.functions`:
-    pass@k, lengths and transcripts, as in `rl`. A row without a label is compared with its
-    response; one whose label they cannot use (a response that reasons first, for `math`) gets no responses."""
-
-
 _OF_CONVERSATIONS = (
     *("data.output_key", "data.label_key", "data.multiturn", "data.system_prompt"),
     *("data.apply_chat_template", "data.input_template"),
@@ -49,19 +37,7 @@ def unread_of_sft(sft: Sft) -> Unread:
     return dict.fromkeys(_OF_CONVERSATIONS, "sft.pretrain_mode learns texts, without questions and responses")
 
 
-def unread_of_generation(evaluation: SftEval) -> Unread:
-    if evaluation.generate_enable:
-        return {}
-    names = (
-        *(f"eval.{name}" for name in ("temperature", "n_samples_per_prompt", "breakdown_key")),
-        *settings(Scoring, "reward."),
-        *settings(Vllm, "vllm."),
-        *("rollout.max_new_tokens", "train.colocate_all"),
-    )
-    return dict.fromkeys(names, "eval.generate_enable is off, so no responses are sampled")
-
-
-def conflicts_of_generation(evaluation: SftEval, sft: Sft) -> list[str]:
+def conflicts_of_generation(evaluation: SampledEval, sft: Sft) -> list[str]:
     if not evaluation.generate_enable or not sft.pretrain_mode:
         return []
     return ["eval.generate_enable samples responses, and texts have no questions (sft.pretrain_mode): leave one out"]

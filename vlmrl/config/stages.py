@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vlmrl.config import adapters, distill, dpo, reward, rm, roles, rollout, sft
+from vlmrl.config import adapters, distill, dpo, reward, rm, roles, rollout, sampled_eval, sft
 from vlmrl.config.actor import Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.base import Unread
@@ -13,8 +13,9 @@ from vlmrl.config.pairs import PairData
 from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rm import RewardActor, Rm
 from vlmrl.config.rollout import EvalOnly, EvalRows, Rollout
-from vlmrl.config.sft import Sft, SftData, SftEval
-from vlmrl.config.train import EvalLoop, Loop, SftLoop
+from vlmrl.config.sampled_eval import SampledEval
+from vlmrl.config.sft import Sft, SftData
+from vlmrl.config.train import EvalLoop, Loop, SampledLoop
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig
 from vlmrl.config.vllm import Vllm
@@ -46,30 +47,22 @@ class SupervisedConfig(TrainingConfig):
         return [*roles.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates), *super().conflicts()]
 
 
-class SftConfig(SupervisedConfig):
-    """Supervised fine-tuning on the responses of a dataset."""
-
-    verb: ClassVar[str] = "sft"
+class SamplingConfig(SupervisedConfig):
+    """Such training of a policy, whose responses to held-out questions can be evaluated."""
 
     omits: ClassVar[frozenset[str]] = (
         _ONLY_OF_RL | all_but(Rollout, "rollout", "max_new_tokens") | frozenset({"vllm.max_logprob_diff"})
     )
 
-    data: SftData
-    sft: Sft = Sft()
-    eval: SftEval = SftEval()
+    eval: SampledEval = SampledEval()
     reward: Scoring = Scoring()
     rollout: Rollout = Rollout()
     vllm: Vllm = Vllm()
-    train: SftLoop = SftLoop()
+    train: SampledLoop = SampledLoop()
 
     @property
     def pools(self) -> list[frozenset[str]]:
         return [frozenset({"actor", "vllm"})] if self.train.colocate_all else []
-
-    @property
-    def has_other_frozen_tower(self) -> bool:
-        return self.sft.teacher_model_name_or_path is not None
 
     @property
     def generation(self) -> EvalConfig | None:
@@ -96,20 +89,39 @@ class SftConfig(SupervisedConfig):
         generates = self.eval.generate_enable
         return (
             super().unread()
-            | sft.unread_of_sft(self.sft)
-            | distill.unread_of_sft_distill(self.sft)
-            | sft.unread_of_generation(self.eval)
+            | sampled_eval.unread_of_generation(self.eval)
             | (reward.unread_of_sources(self.reward) if generates else {})
             | (adapters.unread_of_engine_base(self.vllm, self.ds) if generates else {})
         )
 
     def conflicts(self) -> list[str]:
         return [
-            *sft.conflicts_of_turns(self.data, self.sft),
-            *sft.conflicts_of_generation(self.eval, self.sft),
             *rollout.conflicts_of_eval(self.eval, evaluates=self.eval.generate_enable),
             *(reward.conflicts_of_no_source(self.reward) if self.eval.generate_enable else ()),
             *(roles.conflicts_of_devices(self.vllm, self.train) if self.eval.generate_enable else ()),
+            *super().conflicts(),
+        ]
+
+
+class SftConfig(SamplingConfig):
+    """Supervised fine-tuning on the responses of a dataset."""
+
+    verb: ClassVar[str] = "sft"
+
+    data: SftData
+    sft: Sft = Sft()
+
+    @property
+    def has_other_frozen_tower(self) -> bool:
+        return self.sft.teacher_model_name_or_path is not None
+
+    def unread(self) -> Unread:
+        return super().unread() | sft.unread_of_sft(self.sft) | distill.unread_of_sft_distill(self.sft)
+
+    def conflicts(self) -> list[str]:
+        return [
+            *sft.conflicts_of_turns(self.data, self.sft),
+            *sft.conflicts_of_generation(self.eval, self.sft),
             *super().conflicts(),
         ]
 
@@ -127,11 +139,11 @@ class RmConfig(SupervisedConfig):
         return super().unread() | rm.unread_of_rm(self.rm)
 
 
-class DpoConfig(SupervisedConfig):
+class DpoConfig(SamplingConfig):
     """Learning from preferences, without sampling: DPO, IPO, KTO, ORPO, SimPO, BCO, MPO."""
 
     verb: ClassVar[str] = "dpo"
-    omits: ClassVar[frozenset[str]] = _ONLY_OF_RL | {"data.margin_key"}
+    omits: ClassVar[frozenset[str]] = SamplingConfig.omits | {"data.margin_key"}
 
     data: PairData
     dpo: Dpo = Dpo()

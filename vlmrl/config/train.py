@@ -36,8 +36,8 @@ class Loop(Section):
     checkpoint, ending all processes. Remaining processes are then killed."""
 
 
-class SftLoop(Loop):
-    """The loop of `vlmrl sft`."""
+class SampledLoop(Loop):
+    """The loop of supervised stages that may evaluate sampled responses."""
 
     colocate_all: bool = False
     """The model and the engines of `eval.generate_enable` share devices, which they use in turn."""

@@ -37,10 +37,15 @@ def judgement_problems(labels: Sequence[str], *, limit_s: float | None = None) -
     return [None if _word(label) in _WORDS else "it is neither true nor false" for label in labels]
 
 
+def is_desirable(label: str) -> bool:
+    """Whether a usable label says that its response is desirable."""
+    return _WORDS[_word(label)]
+
+
 def collate_judged(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> Judged:
     """Join the samples of a batch with the labels of their prompts, and number them."""
     numbered = [replace(sample, group=number, response=number) for number, sample in enumerate(samples)]
-    desirable = [prompt.label is not None and _WORDS[_word(prompt.label)] for prompt in prompts]
+    desirable = [prompt.label is not None and is_desirable(prompt.label) for prompt in prompts]
     return Judged(numbered, np.array(desirable, dtype=np.bool_))
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from vlmrl.commands.dpo import _precomputed
+from vlmrl.commands.questions import questions_of
 from vlmrl.config.load import load
 from vlmrl.config.stages import DpoConfig
 from vlmrl.data.judgements import Judged, mismatched
 from vlmrl.data.pairs import Pairs
 from vlmrl.errors import ConfigError, EndOfRowsError
 from vlmrl.observe.run_folder import RunFolder
-from vlmrl.types import Floats, Metrics, Sample
+from vlmrl.types import Floats, Metrics, Prompt, Sample
 
 
 def sample(number: int) -> Sample:
@@ -140,3 +141,13 @@ def test_kto_also_needs_responses_to_other_prompts(tmp_path: Path) -> None:
     first = [sample(number) for number in range(5)]
     assert cache.missing([*first, *mismatched(first)]) == []
     assert len(model.scored) == 2 * (5 + 5)
+
+
+def test_responses_are_compared_with_the_chosen_or_the_desirable_one() -> None:
+    def row(label: str | None, answer: str) -> Prompt:
+        tokens = np.array([1])
+        return Prompt(index=0, source="toy:0", text="?", tokens=tokens, request=tokens, label=label, answer=answer)
+
+    rows = [row(None, "3"), row("True", "4"), row("0", "5")]
+    asked = questions_of(config(), rows)
+    assert [(row.label, row.answer) for row in asked] == [(None, "3"), (None, "4")]

@@ -253,10 +253,14 @@ def test_the_critic_has_an_adapter_of_its_own(model: str) -> None:
     assert frozen.groups == {"language"}
 
 
+@pytest.mark.parametrize("verb", [SftConfig, DpoConfig])
 @pytest.mark.parametrize(("words", "placed"), [("", ["actor"]), ("--eval.generate_enable true", ["actor", "vllm"])])
-def test_supervised_training_places_engines_only_where_it_samples(words: str, placed: list[str]) -> None:
+def test_supervised_training_places_engines_only_where_it_samples(
+    verb: type[SftConfig | DpoConfig], words: str, placed: list[str]
+) -> None:
     needed = "--actor.model_name_or_path m --data.prompt_dataset d --eval.dataset e"
-    config = load(SftConfig, f"{needed} {words}".split())
+    precomputed = "--dpo.precompute_reference true" if verb is DpoConfig else ""
+    config = load(verb, f"{needed} {precomputed} {words}".split())
     machines = Session((Node(id="", num_cpus=8, num_gpus=0),))
     assert [role.name for role in plan_arguments(config, machines)["roles"]] == placed
 

@@ -65,3 +65,15 @@ def test_adapters_that_were_trained_before_are_part_of_the_reference() -> None:
         read(given)
     assert read(f"{given} --dpo.precompute_reference").dpo.precompute_reference
     assert read(f"{given} --dpo.loss simpo").dpo.loss == "simpo"
+
+
+@pytest.mark.parametrize("setting", ["eval.temperature 1", "reward.functions exact", "rollout.max_new_tokens 9"])
+def test_settings_of_sampling_are_read_only_where_responses_are_sampled(setting: str) -> None:
+    name = setting.partition(" ")[0]
+    with pytest.raises(ConfigError, match=f"{name} would not be read: eval.generate_enable is off"):
+        read(f"--eval.dataset e --{setting}")
+    generation = read(f"--eval.dataset e --{setting} --eval.generate_enable true").generation
+    assert generation is not None
+    assert generation.max_sequence_tokens == generation.data.max_len + generation.rollout.max_new_tokens
+    with pytest.raises(ConfigError, match="nothing is evaluated"):
+        read("--eval.generate_enable true")

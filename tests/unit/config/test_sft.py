@@ -59,7 +59,7 @@ def test_engines_may_share_the_devices_of_the_model() -> None:
     config = load(SftConfig, [*NEEDED, *sampled.split(), "--train.colocate_all", "--vllm.enable_sleep"])
     assert config.pools == [{"actor", "vllm"}]
     assert load(SftConfig, [*NEEDED, *sampled.split()]).pools == []
-    assert "vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all" in mistake(
+    assert "vllm.enable_sleep frees memory for models on the same GPUs: it needs train.colocate_all" in mistake(
         f"{sampled} --vllm.enable_sleep"
     )
     assert "vllm.sync_backend nccl cannot connect" in mistake(
