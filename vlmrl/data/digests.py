@@ -17,8 +17,9 @@ from PIL import Image
 
 from vlmrl.config.pairs import PAIR_KEYS
 from vlmrl.data.columns import Keys, as_list, top_column, value_at
-from vlmrl.data.conversations import read_conversation
+from vlmrl.data.conversations import ends_with_answer, is_conversation, read_conversation
 from vlmrl.data.image_source import NO_ACCESS, ImageAccess, locate
+from vlmrl.data.pair_rows import read_side
 from vlmrl.data.rows import Rows
 from vlmrl.errors import DataError
 
@@ -73,6 +74,17 @@ class RowHasher(NamedTuple):
             )
         return None
 
+    def prompt(self, row: int) -> str | None:
+        """Return the digest of what a row asks: its question, without any response, and the images with it. None when
+        it cannot be read."""
+        with suppress(Exception):  # as above
+            values = self.rows[row]
+            question, images = _prompt(values, self.keys)
+            images = images or as_list(value_at(values, self.keys["image_key"]))
+            contents = (_image_content(image, self.access) for image in images if image is not None)
+            return _digest(_canonical(question), *contents)
+        return None
+
 
 class FileDigest(NamedTuple):
     """Size and content of a file."""
@@ -112,6 +124,21 @@ def _digest_blocks(path: Path, count: int) -> str:
     finally:
         os.close(handle)
     return digest.hexdigest()
+
+
+def _prompt(values: Mapping[str, Any], keys: Keys) -> tuple[Any, Sequence[Any]]:
+    """Return the question of a row and the images inside its messages. Of a pair it is that of the chosen response."""
+    if "chosen_key" in keys:
+        side = read_side(values, keys, "chosen_key")
+        question, images = side.question, side.images
+    else:
+        question, images = read_conversation(value_at(values, keys["input_key"]))
+        if ends_with_answer(question):
+            question = question[:-1]
+    # A text and a conversation of this one message ask the same.
+    if is_conversation(question) and len(question) == 1 and question[0].get("role") == "user":
+        question = question[0].get("content")
+    return question, images
 
 
 def _image_content(image: Any, access: ImageAccess) -> bytes:

@@ -1,4 +1,4 @@
-"""Find duplicate training rows, and evaluation rows that are also training rows, by content."""
+"""Find duplicate training rows, and evaluation rows whose prompts are also trained on, by content."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ _MAX_ROWS = 200_000
 _MAX_NAMED = 3
 
 
+RowContent = tuple[str, str]
+"""Digests of a row's question and of its images."""
+
+
 class Duplicates(NamedTuple):
     """Duplicates among the rows that were compared."""
 
@@ -23,9 +27,9 @@ class Duplicates(NamedTuple):
     is_all: bool
     """Whether these are all training rows."""
     in_training: list[tuple[str, str]]
-    """(training row, earlier training row with the same question and images)"""
+    """(training row, earlier training row with the same question and images; of pairs, with the same responses)"""
     in_evaluation: list[tuple[str, str]]
-    """(evaluation row, training row with the same question and images)"""
+    """(evaluation row, first training row with the same prompt: question and images, whatever the responses)"""
 
     def lines(self) -> list[str]:
         """Format one line per kind of duplicate."""
@@ -35,47 +39,49 @@ class Duplicates(NamedTuple):
             lines.append(f"data: {len(self.in_training)} of {where} repeat an earlier one: {_format(self.in_training)}")
         if self.in_evaluation:
             lines.append(
-                f"data: {len(self.in_evaluation)} evaluation rows are among {where}, so their scores do not measure "
-                f"generalisation: {_format(self.in_evaluation)}"
+                f"data: {len(self.in_evaluation)} evaluation rows have prompts of {where}, so their scores do not "
+                f"measure generalisation: {_format(self.in_evaluation)}"
             )
         return lines
 
 
 def find_duplicates(training: Sequence[RowHasher], evaluation: Sequence[RowHasher]) -> Duplicates:
-    """Compare the questions and images of all rows, ignoring labels, within the time limit; training rows come first.
+    """Compare all rows, ignoring labels, within the time limit; training rows come first.
 
     Generated rows are skipped: their splits share no question, and small families repeat questions by design.
     """
     deadline = time.monotonic() + _LIMIT_S
-    first_row: dict[tuple[str, str], str] = {}
+    first_row: dict[RowContent, str] = {}
+    first_row_of_prompt: dict[str, str] = {}
     in_training = []
     num_rows = 0
-    for name, content in _contents(training):
+    for hasher, row in _rows(training):
         if time.monotonic() > deadline or num_rows >= _MAX_ROWS:
             break
         num_rows += 1
-        if content is None:
+        name, digest, prompt = hasher.rows.row_name(row), hasher.digest(row), hasher.prompt(row)
+        if prompt is not None:
+            first_row_of_prompt.setdefault(prompt, name)
+        if digest is None:
             continue
-        if (earlier := first_row.setdefault(content, name)) != name:
+        if (earlier := first_row.setdefault((digest.question, digest.images), name)) != name:
             in_training.append((name, earlier))
     # Evaluation rows are few; a separate limit ensures that they are compared despite many training rows.
     deadline = time.monotonic() + _LIMIT_S
     in_evaluation = []
-    for name, content in _contents(evaluation):
+    for hasher, row in _rows(evaluation):
         if time.monotonic() > deadline:
             break
-        if content is not None and content in first_row:
-            in_evaluation.append((name, first_row[content]))
+        prompt = hasher.prompt(row)
+        if prompt in first_row_of_prompt:
+            in_evaluation.append((hasher.rows.row_name(row), first_row_of_prompt[prompt]))
     num_all = sum(len(hasher.rows) for hasher in training if not hasher.rows.is_generated)
     return Duplicates(num_rows, num_rows >= num_all, in_training, in_evaluation)
 
 
-def _contents(sources: Sequence[RowHasher]) -> Iterator[tuple[str, tuple[str, str] | None]]:
-    """Yield (row name, digests of its question and images) of every row; None for a row that cannot be read."""
-    for hasher in sources:
-        for row in range(0 if hasher.rows.is_generated else len(hasher.rows)):
-            digest = hasher.digest(row)
-            yield hasher.rows.row_name(row), None if digest is None else (digest.question, digest.images)
+def _rows(sources: Sequence[RowHasher]) -> Iterator[tuple[RowHasher, int]]:
+    """Yield every row that is not generated."""
+    return ((hasher, row) for hasher in sources if not hasher.rows.is_generated for row in range(len(hasher.rows)))
 
 
 def _format(pairs: Sequence[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Hold out training rows for evaluation."""
+"""Hold out training rows for evaluation, without a prompt that is also trained on."""
 
 from __future__ import annotations
 
@@ -7,34 +7,64 @@ from dataclasses import replace
 
 import numpy as np
 
+from vlmrl.data.digests import RowHasher
 from vlmrl.data.rows import Rows, RowView
 from vlmrl.errors import ConfigError
-from vlmrl.types import Ints
+from vlmrl.types import Bools, Ints
 
 _STREAM = 2**31 + 2
 """Stream of random numbers for the choice; `RowOrder` uses other streams of the same seed."""
 
 
-def hold_out(sources: Sequence[Rows], fraction: float, *, seed: int) -> tuple[list[Rows], list[Rows]]:
+def hold_out(sources: Sequence[RowHasher], fraction: float, *, seed: int) -> tuple[list[Rows], list[Rows]]:
     """Split each source into training rows and held-out rows; the split follows from the seed, and row order is kept.
 
-    Both parts of a source have at least one row. Messages still name rows by their original numbers.
+    Rows with the same prompt, such as several pairs of responses to a question, stay together, so the held-out part may
+    be smaller than `fraction`; it is larger only if each prompt has more rows than that. All rows are read for this,
+    except generated ones, which are split one by one: small families repeat questions by design. Both parts of a source
+    have at least one row. Messages still name rows by their original numbers.
 
     Raises:
-        ConfigError: a source has only one row.
+        ConfigError: a source has only one row, or only one prompt.
     """
     kept, held = [], []
-    for number, source in enumerate(sources):
-        size = len(source)
-        if size < 2:
-            raise ConfigError(
-                f"data.eval_fraction {fraction:g} cannot hold out a row of dataset {source.name}: it has only one"
-            )
+    for number, hasher in enumerate(sources):
+        source, size = hasher.rows, len(hasher.rows)
         count = min(max(1, round(size * fraction)), size - 1)
         order = np.random.default_rng([seed % 2**63, _STREAM, number]).permutation(size)
-        held.append(_select(source, np.sort(order[:count])))
-        kept.append(_select(source, np.sort(order[count:])))
+        groups = _by_prompt(hasher, order)
+        if len(groups) < 2:
+            only = "it has only one" if size < 2 else f"all of its {size} rows have the same prompt"
+            raise ConfigError(f"data.eval_fraction {fraction:g} cannot hold out a row of dataset {source.name}: {only}")
+        chosen = _fill(groups, count)
+        held.append(_select(source, np.flatnonzero(chosen)))
+        kept.append(_select(source, np.flatnonzero(~chosen)))
     return kept, held
+
+
+def _by_prompt(hasher: RowHasher, order: Ints) -> list[list[int]]:
+    """Return the rows of each prompt, the prompts in `order` of their first rows; an unreadable row is alone."""
+    if hasher.rows.is_generated:
+        return [[int(row)] for row in order]
+    groups: dict[str | int, list[int]] = {}
+    for row in map(int, order):
+        prompt = hasher.prompt(row)
+        groups.setdefault(row if prompt is None else prompt, []).append(row)
+    return list(groups.values())
+
+
+def _fill(groups: Sequence[Sequence[int]], count: int) -> Bools:
+    """Return which rows are held out: whole groups in order as far as `count` rows have room for them, at least one."""
+    chosen = np.zeros(sum(map(len, groups)), dtype=np.bool_)
+    room = count
+    for group in groups:
+        if len(group) <= room:
+            chosen[list(group)] = True
+            room -= len(group)
+    if not chosen.any():
+        smallest = min(groups, key=len)
+        chosen[list(smallest)] = True
+    return chosen
 
 
 def _select(source: Rows, indices: Ints) -> Rows:

@@ -133,7 +133,7 @@ class Source:
         if isinstance(data, Data):
             sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
             if data.eval_fraction:
-                sources, self._held_out = hold_out(sources, data.eval_fraction, seed=seed)
+                sources, self._held_out = hold_out(self._stream(sources).hashers, data.eval_fraction, seed=seed)
             self._training_rows = sources
             self._training = self._stream(sources, data.prompt_probs, episodes=epochs)
 

@@ -1,12 +1,21 @@
+from collections.abc import Sequence
+
 import pytest
 
+from vlmrl.data.digests import RowHasher
 from vlmrl.data.held_out import hold_out
 from vlmrl.data.rows import Rows, first_rows
 from vlmrl.errors import ConfigError
 
+KEYS = {"input_key": "input", "label_key": None, "image_key": None}
 
-def numbered(count: int, name: str = "mine") -> Rows:
-    return Rows(name=name, rows=[{"input": str(n)} for n in range(count)], columns=("input",))
+
+def asking(prompts: Sequence[str], name: str = "mine") -> RowHasher:
+    return RowHasher(Rows(name=name, rows=[{"input": prompt} for prompt in prompts], columns=("input",)), KEYS)
+
+
+def numbered(count: int, name: str = "mine") -> RowHasher:
+    return asking([str(n) for n in range(count)], name)
 
 
 def test_each_source_is_split_without_overlap() -> None:
@@ -32,3 +41,28 @@ def test_the_split_follows_from_the_seed() -> None:
 def test_a_source_of_one_row_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match=r"data\.eval_fraction 0\.5 cannot hold out a row of dataset mine"):
         hold_out([numbered(1)], 0.5, seed=0)
+
+
+def test_rows_of_one_prompt_stay_together_as_far_as_there_is_room() -> None:
+    kept, held = hold_out([asking("aaaabbcd" * 5)], 0.25, seed=0)
+    assert len(held[0]) == 10  # b alone, or c and d: a has 20 rows
+    prompts = [{row["input"] for row in part} for part in (kept[0], held[0])]
+    assert not prompts[0] & prompts[1]
+    assert "a" in prompts[0]
+
+
+def test_the_smallest_prompt_is_held_out_where_none_fits() -> None:
+    kept, held = hold_out([asking("aaabb")], 0.2, seed=0)
+    assert [row["input"] for row in held[0]] == ["b", "b"]
+    assert len(kept[0]) == 3
+
+
+def test_a_source_of_one_prompt_cannot_be_split() -> None:
+    with pytest.raises(ConfigError, match="of dataset mine: all of its 3 rows have the same prompt"):
+        hold_out([asking("aaa")], 0.5, seed=0)
+
+
+def test_rows_that_cannot_be_read_are_split_one_by_one() -> None:
+    rows = Rows(name="bad", rows=[7, 8, 9], columns=("input",))  # type: ignore[list-item]
+    kept, held = hold_out([RowHasher(rows, KEYS)], 0.5, seed=0)
+    assert (len(kept[0]), len(held[0])) == (1, 2)
