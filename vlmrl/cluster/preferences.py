@@ -33,11 +33,18 @@ class PreferencePolicy(RemotePolicy):
     """The trained model over ranks. Its checkpoints hold the running mean of BCO's rewards."""
 
     def __init__(
-        self, policy: RemotePolicy, loss: PreferenceLoss, reference: Reference | None, cache: ReferenceCache | None
+        self,
+        policy: RemotePolicy,
+        loss: PreferenceLoss,
+        reference: Reference | None,
+        cache: ReferenceCache | None,
+        *,
+        max_len: int,
     ) -> None:
         """Learn as the ranks of `policy`.
 
         Args:
+            max_len: most tokens of a prompt with its response.
             reference: scores every batch; None without one, or if `cache` has all values.
             cache: values that were computed before training.
         """
@@ -45,6 +52,7 @@ class PreferencePolicy(RemotePolicy):
         self.loss = loss
         self._reference = reference
         self._cache = cache
+        self._max_len = max_len
         self._num_rewards, self._sum_of_rewards = 0.0, 0.0
 
     @property
@@ -92,8 +100,8 @@ class PreferencePolicy(RemotePolicy):
         return metrics | {"dpo/kl": baseline}
 
     def kto_baseline(self, samples: Sequence[Sample]) -> float:
-        """Return the mean log-ratio of policy to reference of each prompt with the next one's response, at least 0."""
-        others = mismatched(samples)
+        """Return the mean log-ratio of policy to reference of each prompt with a response to another, at least 0."""
+        others = mismatched(samples, max_len=self._max_len)
         ratios = summed(others, self.logprobs(others)) - self.reference_sums(others)
         return max(0.0, float(ratios.mean()))
 

@@ -44,7 +44,8 @@ def _start(config: DpoConfig, run: StageRun) -> Stage:
     if config.dpo.needs_reference and config.dpo.precompute_reference:
         # The policy still has its initial weights: checkpoints are restored later, and a new adapter adds nothing.
         cache = _precomputed(config, run.folder, rows, list(sets.values()), learners.policy, report)
-    policy = PreferencePolicy(learners.policy, preference_loss(config), learners.reference, cache)
+    loss, max_len = preference_loss(config), config.data.max_len
+    policy = PreferencePolicy(learners.policy, loss, learners.reference, cache, max_len=max_len)
     measure: Measure = PreferenceEvaluation(sets, policy).measure
     if sampler is not None:
         measure = sampler.beside(measure, policy)
@@ -92,7 +93,7 @@ def _precomputed(
     def add(batch: Pairs | Judged) -> None:
         samples: list[Sample] = list(batch.samples)
         if not config.dpo.is_paired and len(samples) > 1:
-            samples += mismatched(samples)
+            samples += mismatched(samples, max_len=config.data.max_len)
         if missing := cache.missing(samples):
             cache.add(missing, summed(missing, model.logprobs(missing)))
 

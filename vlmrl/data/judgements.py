@@ -60,21 +60,29 @@ def check_classes(labels: Sequence[str], *, column: str) -> None:
         )
 
 
-def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the prompt of each sample with the response of the next one, for the baseline of KTO.
+def mismatched(samples: Sequence[Sample], *, max_len: int) -> list[Sample]:
+    """Return the prompt of each sample with a response to another one, for the baseline of KTO, in `max_len` tokens.
+
+    It is the response of the next sample if that fits, else of the first one behind it that does. Where none fits, that
+    of the next sample is cut: a model is never given more tokens than the rows of its data have.
 
     Raises:
-        ValueError: there is only one sample.
+        ValueError: there is only one sample, or one is longer than `max_len`.
     """
     if len(samples) < 2:
         raise ValueError("a single response has no other prompt")
+    if max(len(sample.tokens) for sample in samples) > max_len:
+        raise ValueError(f"a sample is longer than {max_len} tokens")
+    lengths = [len(sample.tokens) - sample.prompt_length for sample in samples]
     moved = []
-    for number, (sample, other) in enumerate(zip(samples, [*samples[1:], samples[0]], strict=True)):
-        prompt, response = sample.tokens[: sample.prompt_length], other.tokens[other.prompt_length :]
-        sampled = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), other.sampled[other.prompt_length :]])
-        moved.append(
-            replace(sample, tokens=np.concatenate([prompt, response]), sampled=sampled, group=number, response=number)
-        )
+    for number, sample in enumerate(samples):
+        room = max_len - sample.prompt_length
+        others = [(number + step) % len(samples) for step in range(1, len(samples))]
+        other = samples[next((place for place in others if lengths[place] <= room), others[0])]
+        behind = slice(other.prompt_length, other.prompt_length + room)
+        tokens = np.concatenate([sample.tokens[: sample.prompt_length], other.tokens[behind]])
+        sampled = np.concatenate([np.zeros(sample.prompt_length, dtype=np.bool_), other.sampled[behind]])
+        moved.append(replace(sample, tokens=tokens, sampled=sampled, group=number, response=number))
     return moved
 
 

@@ -81,7 +81,7 @@ def policy(kind: str, ranks: FakeRanks, **options: Any) -> PreferencePolicy:
         StepPlan(4, epochs=1, seed=0),
     )
     return PreferencePolicy(
-        remote, PreferenceLoss(kind=kind, beta=0.1), **({"reference": Halves(), "cache": None} | options)
+        remote, PreferenceLoss(kind=kind, beta=0.1), **({"reference": Halves(), "cache": None, "max_len": 16} | options)
     )
 
 

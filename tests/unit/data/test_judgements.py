@@ -80,16 +80,40 @@ def test_labels_are_truth_values() -> None:
     assert judgement_problems(["good"]) == ["it is neither true nor false"]
 
 
-def test_mismatched_samples_have_the_prompt_of_one_and_the_response_of_the_next() -> None:
-    def sample(prompt: list[int], response: list[int]) -> Sample:
-        return Sample(np.array(prompt + response), np.array([False] * len(prompt) + [True] * len(response)))
+def answered(prompt: list[int], response: list[int]) -> Sample:
+    return Sample(np.array(prompt + response), np.array([False] * len(prompt) + [True] * len(response)))
 
-    moved = mismatched([sample([1, 2], [3]), sample([4], [5, 6]), sample([7], [8])])
+
+def test_mismatched_samples_have_the_prompt_of_one_and_the_response_of_the_next() -> None:
+    samples = [answered([1, 2], [3]), answered([4], [5, 6]), answered([7], [8])]
+    moved = mismatched(samples, max_len=9)
     assert [row.tokens.tolist() for row in moved] == [[1, 2, 5, 6], [4, 8], [7, 3]]
     assert [row.sampled.tolist() for row in moved] == [[False, False, True, True], [False, True], [False, True]]
     assert [row.response for row in moved] == [0, 1, 2]
     with pytest.raises(ValueError, match="no other prompt"):
-        mismatched([sample([1], [2])])
+        mismatched(samples[:1], max_len=9)
+    with pytest.raises(ValueError, match="longer than 2 tokens"):
+        mismatched(samples, max_len=2)
+
+
+def test_a_mismatched_response_that_is_too_long_gives_way_to_the_first_that_fits() -> None:
+    long_prompt, long_response = answered([1, 1, 1], [2]), answered([3], [4, 4, 4])
+    moved = mismatched([long_prompt, long_response, answered([5], [6])], max_len=4)
+    assert [row.tokens.tolist() for row in moved] == [[1, 1, 1, 6], [3, 6], [5, 2]]
+
+
+def test_a_mismatched_response_is_cut_where_none_fits() -> None:
+    long_prompt, long_response = answered([1, 1, 1], [2]), answered([3], [4, 5, 6])
+    moved = mismatched([long_prompt, long_response], max_len=4)
+    assert [row.tokens.tolist() for row in moved] == [[1, 1, 1, 4], [3, 2]]
+    assert [row.sampled.tolist() for row in moved] == [[False] * 3 + [True], [False, True]]
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, size=(50, 2))
+    many = [answered([1] * prompt, [2] * response) for prompt, response in lengths]
+    longest = max(len(sample.tokens) for sample in many)
+    moved = mismatched(many, max_len=longest)
+    assert max(len(row.tokens) for row in moved) <= longest
+    assert all(row.sampled.any() for row in moved)
 
 
 def test_every_response_has_a_label() -> None:
