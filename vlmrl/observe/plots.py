@@ -34,6 +34,8 @@ _PHASES = {
 _OTHERS = ("#b5838d", "#83b59a", "#8389b5", "#b5ae83")
 _LOSSES = ("policy/loss", "rm/loss")
 """The loss of a trained policy, or of a trained reward model."""
+_PREFERENCES = ("dpo/accuracy", "rm/accuracy")
+"""The share of the step's preferences that a policy, or a reward model, has right."""
 _MANY_STEPS = 60
 """Above this number of steps a moving mean is drawn over the values, and bars become areas."""
 
@@ -69,16 +71,15 @@ def draw_curves(metrics_file: Path, out: Path) -> None:
 
 
 def _draw_reward(axes: Axes, records: Records) -> bool:
-    """Draw the reward with its standard deviation and pass@1 of each evaluation set; without a reward, the KL to the
-    teacher, or the loss."""
+    """Draw the reward with its standard deviation; without a reward, the KL to the teacher, or the loss. With it the
+    accuracy of each evaluation set: pass@1 of responses, or the share of preferences that are right, also of those
+    that are trained on."""
     steps, mean = _curve(records, "reward/mean")
-    drawn = False
     if len(steps):
         spread = _lookup(records, "reward/std", steps)
         if len(steps) <= _MANY_STEPS:
             axes.fill_between(steps, mean - spread, mean + spread, color=_BLUE, alpha=0.12, linewidth=0)
         _line(axes, steps, mean, _BLUE, "training reward")
-        drawn = True
     else:
         loss = max(("distill/kl", *_LOSSES), key=lambda name: len(_curve(records, name)[0]))
         steps, mean = _curve(records, loss)
@@ -86,34 +87,39 @@ def _draw_reward(axes: Axes, records: Records) -> bool:
             title = "KL to the teacher" if loss == "distill/kl" else "loss"
             axes.set_title(title, loc="left", fontweight="bold")
             _line(axes, steps, mean, _BLUE, f"training {title}")
-            drawn = True
+    drawn = bool(len(steps))
     names = {name for record in records for name in record}
-    # A policy has pass@1, a reward model the accuracy of its preferences.
-    curves, quantity = {name: f"eval/{name}/pass@1" for name in evaluated_sets(names)}, "pass@1"
-    if not curves:
-        curves, quantity = accuracies(names), "accuracy"
-    if curves:
-        # Rewards and losses between 0 and 1 share the axis; others need a second axis.
-        right = axes.twinx() if drawn and not _is_fraction(mean) else axes
-        _percent(right, quantity if right is not axes else "")
-        for (name, curve), color in zip(curves.items(), _cycle(_RED, _GREEN, _PURPLE, _ORANGE), strict=False):
-            steps, value = _curve(records, curve)
-            label = f"{name[:30]} {quantity}"
-            right.plot(steps, value, "o--", color=color, markersize=5, linewidth=1, label=label)
-            for at in {0, len(steps) - 1}:
-                right.annotate(
-                    f"{value[at]:.0%}",
-                    (steps[at], value[at]),
-                    xytext=(0, 7 if value[at] < 0.9 else -13),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                    color=color,
-                )
-        _legend(axes, right)
-        return True
-    _legend(axes)
-    return drawn
+    curves = {f"{name[:30]} pass@1": f"eval/{name}/pass@1" for name in evaluated_sets(names)}
+    curves |= {f"{name[:30]} accuracy": metric for name, metric in accuracies(names).items()}
+    trained = next((name for name in _PREFERENCES if name in names), None)
+    if not curves and trained is None:
+        _legend(axes)
+        return drawn
+    # Rewards and losses between 0 and 1 share the axis; others need a second axis.
+    right = axes.twinx() if drawn and not _is_fraction(mean) else axes
+    kinds = dict.fromkeys(label.rpartition(" ")[2] for label in (*curves, *([] if trained is None else ["accuracy"])))
+    _percent(right, ", ".join(kinds) if right is not axes else "")
+    if trained is not None:
+        _line(right, *_curve(records, trained), _OTHERS[0], "training accuracy")
+    for (label, curve), color in zip(curves.items(), _cycle(_RED, _GREEN, _PURPLE, _ORANGE), strict=False):
+        _evaluations(right, *_curve(records, curve), color, label)
+    _legend(axes, right)
+    return True
+
+
+def _evaluations(axes: Axes, steps: Curve, share: Curve, color: str, label: str) -> None:
+    """Draw an evaluated share, with its first and its last value in numbers."""
+    axes.plot(steps, share, "o--", color=color, markersize=5, linewidth=1, label=label)
+    for at in {0, len(steps) - 1}:
+        axes.annotate(
+            f"{share[at]:.0%}",
+            (steps[at], share[at]),
+            xytext=(0, 7 if share[at] < 0.9 else -13),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=color,
+        )
 
 
 def _draw_responses(axes: Axes, records: Records) -> bool:
@@ -141,7 +147,8 @@ def _draw_responses(axes: Axes, records: Records) -> bool:
 
 
 def _draw_gaps(axes: Axes, records: Records) -> bool:
-    """Draw engine-trainer differences and the KL to the reference on a logarithmic scale, or the learning rate."""
+    """Draw engine-trainer differences and the KL to the reference on a logarithmic scale; without them the rewards of
+    preferred and other responses, or the learning rate."""
     drawn = False
     for name, color, label in (
         ("sync/logprob_diff_max", _RED, "largest log-prob difference"),
@@ -158,7 +165,17 @@ def _draw_gaps(axes: Axes, records: Records) -> bool:
         axes.set_yscale("log")
         _legend(axes)
         return True
-    steps, rate = _curve(records, "policy/lr")
+    for name, color in (("chosen", _GREEN), ("rejected", _RED)):
+        steps, reward = _curve(records, f"dpo/reward_{name}")
+        if len(steps):
+            axes.set_title("rewards of responses", loc="left", fontweight="bold")
+            _line(axes, steps, reward, color, name)
+            drawn = True
+    if drawn:
+        _legend(axes)
+        return True
+    rates = (_curve(records, name.replace("/loss", "/lr")) for name in _LOSSES)
+    steps, rate = max(rates, key=lambda curve: len(curve[0]))
     if len(steps):
         axes.set_title("learning rate", loc="left", fontweight="bold")
         _line(axes, steps, rate, _BLUE, "learning rate")

@@ -1,12 +1,14 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from vlmrl.observe.plots import _draw_reward, _draw_times, draw_curves
+from vlmrl.observe.plots import Records, _draw_gaps, _draw_reward, _draw_times, draw_curves
 
 
 def rl(step: int) -> dict[str, Any]:
@@ -29,7 +31,12 @@ RUNS: dict[str, list[dict[str, Any]]] = {
     "supervised": [SFT],
     "a reward model": [
         {"step": 0, "eval/pairs/accuracy": 0.5, "eval/pairs/loss": 0.7},
-        {"step": 1, "rm/loss": 1.7, "rm/grad_norm": 1.0, "eval/pairs/accuracy": 0.9},
+        {"step": 1, "rm/loss": 1.7, "rm/grad_norm": 1.0, "rm/accuracy": 0.8, "eval/pairs/accuracy": 0.9},
+    ],
+    "preferences": [
+        {"step": 0, "eval/pairs/accuracy": 0.5, "eval/pairs/pass@1": 0.4},
+        {"step": 1, "policy/loss": 0.7, "dpo/accuracy": 0.6, "dpo/reward_chosen": 0.1, "dpo/reward_rejected": -2.0},
+        {"step": 2, "policy/loss": 1.7, "dpo/accuracy": 0.8, "eval/pairs/accuracy": 0.9, "eval/pairs/pass@1": 0.7},
     ],
     "negative rewards": [EVALUATION, rl(1) | {"reward/mean": -7.0}],
     "numbers that are missing": [rl(1) | {"reward/mean": None, "time/rollout_s": None}, rl(2)],
@@ -56,11 +63,25 @@ def test_a_missing_metrics_file_gives_a_picture(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_has_a_curve_of_its_accuracy_beside_the_loss() -> None:
+    lines = lines_of(_draw_reward, RUNS["a reward model"])
+    assert lines["pairs accuracy"] == [0.5, 0.9]
+    assert lines["training loss"] == [1.7]
+    assert lines["training accuracy"] == [0.8]
+
+
+def lines_of(draw: Callable[[Axes, Records], bool], records: Records) -> dict[str, list[float]]:
     axes = Figure().subplots()
-    assert _draw_reward(axes, RUNS["a reward model"])
-    lines = {line.get_label(): line.get_ydata() for axis in axes.figure.axes for line in axis.lines}
-    assert list(lines["pairs accuracy"]) == [0.5, 0.9]
-    assert 1.7 in lines["training loss"]
+    assert draw(axes, records)
+    return {str(line.get_label()): list(line.get_ydata()) for axis in axes.figure.axes for line in axis.lines}
+
+
+def test_preferences_have_curves_of_their_accuracy_of_the_models_responses_and_of_rewards() -> None:
+    lines = lines_of(_draw_reward, RUNS["preferences"])
+    assert lines["training loss"] == [0.7, 1.7]
+    assert lines["training accuracy"] == [0.6, 0.8]
+    assert lines["pairs accuracy"] == [0.5, 0.9]
+    assert lines["pairs pass@1"] == [0.4, 0.7]
+    assert lines_of(_draw_gaps, RUNS["preferences"]) == {"chosen": [0.1], "rejected": [-2.0]}
 
 
 def test_the_seconds_of_environments_are_a_part_of_the_rollouts() -> None:
