@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from vlmrl.config.openrlhf import REFUSED
 from vlmrl.config.openrlhf_stages import RENAMED
+from vlmrl.config.trl_preferences import PREFERENCES
 
 
 class Alias(NamedTuple):
@@ -211,7 +212,6 @@ _OPENRLHF = _table("""
 
 _TRL = _table("""
     adapter_name_or_path                actor.adapter_name_or_path merge.adapter
-    beta                                algo.kl.init_coef
     dataset_name                        data.prompt_dataset eval.dataset
     dataset_test_split                  eval.split
     dataset_train_split                 data.prompt_split
@@ -257,9 +257,9 @@ _TRL = _table("""
     "importance_sampling_level": _is("actor.policy_loss_type", "gspo has one ratio per response, ppo one per token"),
     "log_completions": _is("logger.rollouts", "every prompt and response is written to rollouts/, by default"),
     "loss_type": _is(
-        "algo.loss_agg",
+        "algo.loss_agg dpo.loss",
         "dapo is token, grpo is sequence, dr_grpo is constant with algo.advantage.estimator dr_grpo; cispo is "
-        "actor.policy_loss_type cispo",
+        "actor.policy_loss_type cispo; in dpo, sigmoid and robust are dpo, bco_pair is bco, and several are mpo",
     ),
     "mask_truncated_completions": _is(
         "reward.stop_properly_penalty_coef", "truncated responses are penalised by it, and not masked"
@@ -351,7 +351,9 @@ _HUGGING_FACE = _table("""
 }
 """`transformers.TrainingArguments`, and common additions of training scripts."""
 
-ALIASES: dict[str, Alias] = _HUGGING_FACE | _TRL | _OPENRLHF
+_PREFERENCES = {name: Alias(*counterpart) for name, counterpart in PREFERENCES.items()}
+
+ALIASES: dict[str, Alias] = _HUGGING_FACE | _PREFERENCES | _TRL | _OPENRLHF
 """Another library's name, with underscores -> its counterpart here."""
 
 

@@ -7,7 +7,7 @@ import pytest
 from vlmrl.config.aliases import ALIASES, alias_of
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
-from vlmrl.config.stages import SftConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verb_list import VERBS
 from vlmrl.config.verbs import EvalConfig, MergeConfig, RlConfig
@@ -77,6 +77,56 @@ def test_an_alias_means_the_setting_that_the_verb_has() -> None:
     assert [line.split()[2] for line in lines] == ["--merge.model_name_or_path", "--merge.output", "--merge.adapter"]
 
 
+TRL_NAMES: dict[type[VerbConfig], list[str]] = {
+    DpoConfig: [
+        *(
+            "activation_offloading",
+            "beta",
+            "cpo_alpha",
+            "desirable_weight",
+            "f_divergence_type",
+            "generate_during_eval",
+        ),
+        *("label_smoothing", "ld_alpha", "learning_rate", "loss_type", "loss_weights"),
+        *("max_completion_length", "max_length", "max_prompt_length", "packing", "pad_to_multiple_of", "padding_free"),
+        *("precompute_ref_batch_size", "precompute_ref_log_probs", "ref_model_sync_steps", "router_aux_loss_coef"),
+        *("rpo_alpha", "simpo_gamma", "sync_ref_model", "truncation_mode", "undesirable_weight", "use_weighting"),
+    ],
+    RmConfig: ["center_rewards_coefficient", "chat_template_path", "disable_dropout", "max_length", "dataset_num_proc"],
+    SftConfig: [
+        *("assistant_only_loss", "completion_only_loss", "dataset_kwargs", "dataset_text_field", "eos_token"),
+        *("eval_packing", "max_length", "packing", "packing_strategy", "padding_free", "shuffle_dataset"),
+        "truncation_mode",
+    ],
+}
+"""Names in TRL's DPOConfig, KTOConfig, CPOConfig and ORPOConfig, in RewardConfig, and in SFTConfig."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, names in TRL_NAMES.items() for name in names],
+)
+def test_trls_names_lead_to_settings_of_the_verb_or_to_a_reason(kind: type[VerbConfig], name: str) -> None:
+    (line,) = mistakes(f"--{name}", "1", kind=kind)
+    message = line.removeprefix(f"--{name}: ")
+    words = message.split()
+    is_setting = words[0] == "is" and words[1].removeprefix("--").removesuffix(":") in kind.settings()
+    elsewhere = "does not have it" in message
+    assert is_setting or elsewhere or message.startswith(("not built yet: ", "never: ")), line
+
+
+def test_trls_settings_of_preferences_have_their_names_here() -> None:
+    assert mistakes("--beta", "0.1", kind=DpoConfig) == ["--beta: is --dpo.beta here"]
+    assert mistakes("--beta", "0.1") == ["--beta: is --algo.kl.init_coef here"]
+    assert mistakes("--desirable_weight", "2", kind=DpoConfig) == [
+        "--desirable_weight: is --dpo.kto_desirable_weight here"
+    ]
+    (line,) = mistakes("--loss_type", "ipo", kind=DpoConfig)
+    assert line.startswith("--loss_type: is --dpo.loss here: ")
+    assert line.endswith("in dpo, sigmoid and robust are dpo, bco_pair is bco, and several are mpo")
+    assert mistakes("--rpo_alpha", "1", kind=DpoConfig)[0].startswith("--rpo_alpha: is --dpo.nll_loss_coef here")
+
+
 def test_errors_in_a_file_use_the_names_of_files(tmp_path: Path) -> None:
     file = tmp_path / "trl.yaml"
     file.write_text("learning_rate: 1e-5\ntrain:\n  num_generations: 4\n")
@@ -92,4 +142,4 @@ def test_names_in_our_sections_are_no_aliases() -> None:
     assert alias_of("train.output_dir", known) is None
     alias = alias_of("algo.beta", known)
     assert alias is not None
-    assert alias.ours == ("algo.kl.init_coef",)
+    assert alias.ours[0] == "algo.kl.init_coef"
