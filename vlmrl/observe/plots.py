@@ -36,6 +36,8 @@ _LOSSES = ("policy/loss", "rm/loss")
 """The loss of a trained policy, or of a trained reward model."""
 _PREFERENCES = ("dpo/accuracy", "rm/accuracy")
 """The share of the step's preferences that a policy, or a reward model, has right."""
+_WIDE_LEGEND = 75
+"""Letters of a legend that do not fit above its panel."""
 _MANY_STEPS = 60
 """Above this number of steps a moving mean is drawn over the values, and bars become areas."""
 
@@ -270,13 +272,16 @@ def _prepare(axes: Axes, title: str, steps: Sequence[int]) -> None:
 
 
 def _legend(*overlaid: Axes) -> None:
-    """Draw one legend for overlaid axes next to the title, where it covers no curve."""
+    """Draw one legend for overlaid axes: next to the title, where it covers no curve, or, if it is too long for that,
+    within."""
     handles, labels = [], []
     for axes in dict.fromkeys(overlaid):
         more_handles, more_labels = axes.get_legend_handles_labels()
         handles += more_handles
         labels += more_labels
-    if handles:
+    if len(labels) < 8 and sum(map(len, labels)) > _WIDE_LEGEND:
+        overlaid[-1].legend(handles, labels, loc="best", fontsize=7, framealpha=0.7, edgecolor="none")
+    elif handles:
         overlaid[-1].legend(
             handles,
             labels,
