@@ -33,7 +33,7 @@ Curve = dict[str, list[float]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/compare_preferences"), help="folder for all output")
-    parser.add_argument("--steps", type=int, default=100, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run")
     parser.add_argument("--only", nargs="+", choices=LOSSES, default=list(LOSSES), help="losses to run")
     arguments = parser.parse_args()
     out: Path = arguments.out
@@ -61,9 +61,9 @@ def train(name: str, folder: Path, start: Path, steps: int) -> None:
     overlay = () if name == "dpo" else ("--config", str(HERE / "dpo_counting_tiny" / f"{name}.yaml"))
     vlmrl(
         *("dpo", "--config", str(HERE / "dpo_counting_tiny.yaml"), *overlay),
-        *("--actor.model_name_or_path", str(start), "--train.max_steps", str(steps), "--ckpt.save_steps", "50"),
+        *("--actor.model_name_or_path", str(start), "--train.max_steps", str(steps), "--ckpt.save_steps", "20"),
         *("--eval.dataset", f"visual_preferences?families=count&difficulty=1&pixels=112&size={size}{kind}"),
-        *("--eval.steps", str(max(1, steps // 5)), "--eval.generate_enable", "true", "--eval.temperature", "1.0"),
+        *("--eval.steps", str(max(1, steps // 4)), "--eval.generate_enable", "true", "--eval.temperature", "1.0"),
         *("--reward.functions", "exact", "--rollout.max_new_tokens", "8", "--vllm.cpu_kv_cache_gib", "0.5"),
         folder=folder,
     )
