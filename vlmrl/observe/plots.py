@@ -167,11 +167,11 @@ def _draw_gaps(axes: Axes, records: Records) -> bool:
         axes.set_yscale("log")
         _legend(axes)
         return True
-    for name, color in (("chosen", _GREEN), ("rejected", _RED)):
-        steps, reward = _curve(records, f"dpo/reward_{name}")
+    for name, color, label in (("dpo/reward_chosen", _GREEN, "chosen"), ("dpo/reward_rejected", _RED, "rejected")):
+        steps, reward = _curve(records, name)
         if len(steps):
             axes.set_title("rewards of responses", loc="left", fontweight="bold")
-            _line(axes, steps, reward, color, name)
+            _line(axes, steps, reward, color, label)
             drawn = True
     if drawn:
         _legend(axes)
