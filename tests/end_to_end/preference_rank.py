@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from learning_rank import plan, samples, weights
 from ranks import end_together
+from safetensors.torch import save_file
 
 from vlmrl.algorithms.preference_loss import Offsets, PreferenceLoss
 from vlmrl.config.actor import Model
@@ -21,7 +23,7 @@ from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.balance import spread
-from vlmrl.data.preference_step import PreferenceStep, chosen_tokens, kept_together
+from vlmrl.data.preference_step import PreferenceStep, chosen_tokens, kept_together, summed
 from vlmrl.types import Sample
 
 
@@ -96,10 +98,81 @@ def prefer(
         out.with_suffix(".json").write_text(json.dumps(numbers))
 
 
+def four_bits(out: Path, *, model: str, max_tokens: int) -> None:
+    """Train adapters on a 4-bit base against that base; then again from a checkpoint, and on its numbers in fp32."""
+    from vlmrl.learning.weights import saved_tensors, whole_tensors
+    from vlmrl.models.quantize import is_four_bit
+    from vlmrl.models.weight_buckets import digest
+    from vlmrl.observe.metrics import reduce
+
+    learner = policy(model, lora={}, four_bit=True)
+    tools = learner._processor
+    rows = pairs(tools)
+
+    def packs(samples: list[Sample]) -> list[Any]:
+        cost = {"image_cost": lambda image: float(math.prod(tools.grid(image.size))), "filler": tools.dummy_sample()}
+        limits = {"max_tokens": max_tokens, "max_samples": None, "whole_responses": True}
+        return spread(samples, num_ranks=1, layout="shared", **limits, **cost)[0]  # type: ignore[arg-type]
+
+    def reference(learner: Any) -> Any:
+        by_id = dict(learner.logprobs(packs(rows), adapter=False)[0])
+        return summed(rows, [by_id[number] for number in range(len(rows))])
+
+    def step(learner: Any) -> dict[str, float]:
+        preference = PreferenceStep(
+            settings=PreferenceLoss(kind="dpo", beta=0.3),
+            reference=reference(learner),
+            desirable=None,
+            offsets=Offsets(),
+            num_chosen_tokens=chosen_tokens(rows),
+        )
+        return reduce([learner.fit_preferences(packs(kept_together(rows)), preference)])
+
+    def bits() -> dict[str, str]:
+        return {name: digest(name, held) for name, held in saved_tensors(learner._net) if is_four_bit(held)}
+
+    before, base = bits(), reference(learner)
+    frozen = {name for name, held in learner._net.named_parameters() if not held.requires_grad}
+    first = step(learner)
+    learner.save_checkpoint(out.with_name("four_bit_checkpoint"), {})
+    second = step(learner)
+    changed = [name for name, value in bits().items() if value != before[name]]
+
+    plain = out.with_name("four_bit_as_numbers")
+    shutil.copytree(model, plain)
+    save_file(
+        {
+            name: held.clone()
+            for name, held in whole_tensors(learner._net, saved_tensors(learner._net), max_bytes=2**30)
+        },
+        plain / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    as_numbers = policy(str(plain), lora={})
+    resumed = policy(model, lora={}, four_bit=True)
+    resumed.load_checkpoint(out.with_name("four_bit_checkpoint"))
+    result = {
+        "bits": len(before),
+        "changed": changed,
+        "trained_base": [name for name in learner_names(learner) if ".lora_" not in name],
+        "frozen_adapters": [name for name in frozen if ".lora_" in name],
+        "moved_reference": float(np.abs(reference(learner) - base).max()),
+        "steps": [first, second],
+        "as_numbers": [step(as_numbers), step(as_numbers)],
+        "resumed": step(resumed),
+    }
+    out.with_suffix(".json").write_text(json.dumps(result))
+
+
+def learner_names(learner: Any) -> list[str]:
+    """Names of the parameters that train."""
+    return [name for name, held in learner._net.named_parameters() if held.requires_grad]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     for task in json.loads(Path(sys.argv[1]).read_text()):
-        prefer(Path(task["out"]), **task["arguments"])
+        {"prefer": prefer, "four_bits": four_bits}[task["do"]](Path(task["out"]), **task["arguments"])
     end_together()
 
 

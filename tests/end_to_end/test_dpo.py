@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes import read_metrics, recipe, steps_of
+from recipes import EXAMPLES, read_metrics, recipe, steps_of
 
 from vlmrl.commands.dpo import train_dpo
 from vlmrl.config.load import load
@@ -70,9 +73,18 @@ def test_a_precomputed_reference_equals_a_live_one_with_images(tiny_model: Calla
     assert lines[-1]["rows"] == 16
 
 
+def rises(before: float, after: float, num_samples: int) -> bool:
+    """As the comparison in examples/ judges."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return bool(importlib.import_module("compare_preferences").rises(before, after, num_samples))
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "simpo", "bco", "mpo"])
-def test_held_out_accuracy_rises(loss: str, tiny_model: Callable[..., str], tmp_path: Path) -> None:
+def test_held_out_accuracy_of_preferences_rises(loss: str, tiny_model: Callable[..., str], tmp_path: Path) -> None:
     flags: dict[str, Any] = {
         "data.prompt_dataset": "text_preferences?size=2000",
         "eval.dataset": "text_preferences?size=64",
@@ -85,7 +97,32 @@ def test_held_out_accuracy_rises(loss: str, tiny_model: Callable[..., str], tmp_
         flags |= {"eval.dataset": "text_preferences?size=64&kind=unpaired"}
     run(tiny_model("qwen3", size="micro"), tmp_path, **flags)
     accuracy = [line["eval/text_preferences/accuracy"] for line in read_metrics(tmp_path) if "eval/" in str(line)]
-    assert accuracy[-1] > accuracy[0]
+    assert rises(accuracy[0], accuracy[-1], 64)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(2400)
+def test_each_loss_raises_the_accuracy_of_sampled_responses(tmp_path: Path) -> None:
+    script = [sys.executable, str(EXAMPLES / "compare_preferences.py"), "--out", str(tmp_path)]
+    run = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    summary = json.loads(run.stdout.splitlines()[-1])
+    assert set(summary) == {"dpo", "ipo", "cdpo", "kto", "mpo"}
+    assert all(0.3 < result["before"] < 0.55 for result in summary.values())
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_responses_to_held_out_questions_are_sampled(tiny_model: Callable[..., str], tmp_path: Path) -> None:
+    data = "visual_preferences?families=count&difficulty=1&pixels=56&size=16&kind=unpaired"
+    flags = {"data.prompt_dataset": data, "data.output_key": "response", "dpo.loss": "kto", "ds.lora.rank": 4}
+    flags |= {"eval.dataset": data, "eval.generate_enable": "true", "train.max_steps": 1}
+    flags |= {"reward.functions": "exact", "rollout.max_new_tokens": 4, "vllm.cpu_kv_cache_gib": 0.2}
+    run(tiny_model("qwen2_5_vl", size="micro"), tmp_path, **flags)
+    evaluations = [line for line in read_metrics(tmp_path) if "eval/visual_preferences/pass@1" in line]
+    assert [line["step"] for line in evaluations] == [0, 1]
+    assert all("eval/visual_preferences/loss" in line for line in evaluations)
+    responses = [json.loads(line) for line in next((tmp_path / "rollouts").glob("*.jsonl")).read_text().splitlines()]
+    assert 0 < len(responses) < 16
 
 
 @pytest.mark.prove

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ranks import Ranks
 
@@ -35,6 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     ranks.add("text", "prefer", model=text, loss=LOSSES["dpo"], **ALONE)
     ranks.add("text_shared", "prefer", model=text, loss=LOSSES["dpo"], **SHARED)
     ranks.add("lora", "prefer", model=vl, loss=LOSSES["dpo"], lora={"rank": 4}, **ALONE)
+    ranks.add("four_bits", "four_bits", model=vl, max_tokens=10_000)
     ranks.run(1)
     for name, loss in LOSSES.items():
         ranks.add(f"{name}_pair", "prefer", model=vl, loss=loss, stage=3, **SHARED)
@@ -76,3 +78,18 @@ def test_judged_responses_have_rewards_but_no_margin(runs: Ranks) -> None:
     assert "dpo/margin" not in first
     gaps = [line["dpo/reward_chosen"] - line["dpo/reward_rejected"] for line in (first, second)]
     assert gaps[1] > gaps[0]
+
+
+def test_adapters_on_four_bits_learn_against_their_base_as_on_its_numbers(runs: Ranks) -> None:
+    result = runs.json("four_bits")
+    assert result["bits"] > 10
+    assert result["changed"] == result["trained_base"] == result["frozen_adapters"] == []
+    assert result["moved_reference"] == 0.0
+    first, second = result["steps"]
+    assert first["policy/loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert first["dpo/margin"] == pytest.approx(0.0, abs=1e-5)
+    assert second["dpo/margin"] > 1e-4
+    same = {name for name in first if name.startswith("dpo/")} | {"policy/loss", "policy/grad_norm"}
+    for mine, theirs in zip(result["steps"], result["as_numbers"], strict=True):
+        assert {name: mine[name] for name in same} == pytest.approx({name: theirs[name] for name in same}, abs=2e-5)
+    assert {name: result["resumed"][name] for name in same} == {name: second[name] for name in same}
