@@ -23,3 +23,10 @@ def teacher_gap(
     A token that the teacher does not have, marked by NaN, has no gap: 0.
     """
     return torch.where(sampled & ~teacher.isnan(), teacher - old, 0.0)
+
+
+def limited(gap: Float[Tensor, "B T"], max_gap: float | None) -> Float[Tensor, "B T"]:
+    """`gap` within `[-max_gap, max_gap]`: a few tokens that the teacher rules out do not decide a step. The sign stays,
+    so a token still becomes likelier where the teacher finds it likelier, and a policy like its teacher stays as it is.
+    """
+    return gap if max_gap is None else gap.clamp(-max_gap, max_gap)

@@ -17,6 +17,9 @@ class Distill(Section):
     Without reward settings it teaches alone."""
     coef: PositiveFloat = 1.0
     """Weight of the teacher's term, beside advantages that the estimator has normalised."""
+    max_gap: PositiveFloat | None = None
+    """Largest difference of log-probs that enters the advantage, either way. Without it a few tokens that the teacher
+    rules out, with differences of -10 and below, may decide a step."""
     num_nodes: PositiveInt = 1
     """Machines on which the teacher runs."""
     num_gpus_per_node: PositiveInt = 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vlmrl.algorithms.advantages import FLAG, advantages
-from vlmrl.algorithms.distillation import teacher_gap
+from vlmrl.algorithms.distillation import limited, teacher_gap
 from vlmrl.algorithms.kl import kl_to_reference
 from vlmrl.algorithms.shaping import shape, shape_turns
 from vlmrl.algorithms.signal import has_signal
@@ -113,7 +113,8 @@ def make_experience(
         scored=shaped.has_reward,
     )
     gap = teacher_gaps(outputs, responses, sampled)
-    token_advantages = estimate.advantages if gap is None else estimate.advantages + algo.distill.coef * gap
+    term = None if gap is None else algo.distill.coef * limited(gap, algo.distill.max_gap)
+    token_advantages = estimate.advantages if term is None else estimate.advantages + term
     segment_scores = [
         score
         for group, group_scores in zip(groups, scores, strict=True)
@@ -137,9 +138,9 @@ def make_experience(
     metrics: Metrics = {"batch/tokens": float(sum(len(sample.tokens) for sample in outputs.samples))}
     if kl is not None:
         metrics |= {"kl/reference": float(kl[sampled].mean()), "kl/coef": kl_coef}
-    if gap is not None and sampled.any():
-        size = algo.distill.coef * gap[sampled].abs()
-        metrics |= {"distill/kl": -float(gap[sampled].mean()), "distill/advantage_size": float(size.mean())}
+    if gap is not None and term is not None and sampled.any():
+        size = float(term[sampled].abs().mean())
+        metrics |= {"distill/kl": -float(gap[sampled].mean()), "distill/advantage_size": size}
     if values is not None:
         metrics["value/mean"] = float(values[sampled].mean())
     if outputs.old is not None and config.train.queue_size == 0:

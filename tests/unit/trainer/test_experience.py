@@ -47,11 +47,12 @@ def teacher_groups() -> list[Group]:
 SCORES = [[Score(0.0), Score(1.0)], [Score(1.0), Score(1.0)]]
 
 
+@pytest.mark.parametrize("max_gap", [None, 0.25])
 @pytest.mark.parametrize("estimator", ["dr_grpo", "reinforce"])
-def test_a_teacher_grades_each_token_beside_the_normalised_rewards(estimator: str) -> None:
+def test_a_teacher_grades_each_token_beside_the_normalised_rewards(estimator: str, max_gap: float | None) -> None:
     settings = config(
         algo={
-            "distill": {"teacher_model_name_or_path": "t", "coef": 2.0},
+            "distill": {"teacher_model_name_or_path": "t", "coef": 2.0, "max_gap": max_gap},
             "advantage": {"estimator": estimator},
         },
         reward={"functions": {"exact": 1.0}},
@@ -67,10 +68,12 @@ def test_a_teacher_grades_each_token_beside_the_normalised_rewards(estimator: st
     # Rewards 0 1 | 1 1. dr_grpo: minus the mean of the group. reinforce: over the eight tokens, one has return 0 and
     # seven have 1: mean 7/8, deviation sqrt(7)/8, so -sqrt(7) and 1/sqrt(7).
     rewards = {"dr_grpo": (-0.5, 0.5, 0.0, 0.0), "reinforce": (-(7**0.5), 7**-0.5, 7**-0.5, 7**-0.5)}[estimator]
-    for row, reward, gap in zip(batch.experience.advantages, rewards, gaps, strict=True):
+    entering = gaps if max_gap is None else [[0.25], [0.25, 0.0, -0.25], [-0.25], [0.0, 0.125, 0.0]]
+    for row, reward, gap in zip(batch.experience.advantages, rewards, entering, strict=True):
         np.testing.assert_allclose(row, [0, 0, *(reward + 2 * value for value in gap)], atol=1e-6)
-    assert metrics["distill/kl"] == pytest.approx(-(0.5 + 0.25 - 1.0 - 0.5 + 0.125) / 8)
-    assert metrics["distill/advantage_size"] == pytest.approx(2 * (0.5 + 0.25 + 1.0 + 0.5 + 0.125) / 8)
+    assert metrics["distill/kl"] == pytest.approx(-(0.5 + 0.25 - 1.0 - 0.5 + 0.125) / 8), "of the whole gaps"
+    size = (0.5 + 0.25 + 1.0 + 0.5 + 0.125) if max_gap is None else (4 * 0.25 + 0.125)
+    assert metrics["distill/advantage_size"] == pytest.approx(2 * size / 8)
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"])
@@ -92,7 +95,7 @@ def test_a_teacher_that_is_the_policy_changes_no_advantage(estimator: str) -> No
 
 
 def test_a_teacher_alone_is_the_whole_advantage() -> None:
-    settings = config(algo={"distill": {"teacher_model_name_or_path": "t"}, "advantage": {"estimator": "reinforce"}})
+    settings = config(algo={"distill": {"teacher_model_name_or_path": "t"}})
     groups = teacher_groups()
     samples = to_samples(groups)
     old = [segment.logprobs for group in groups for segment in group.segments]
