@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import subprocess
@@ -71,33 +70,6 @@ def test_a_precomputed_reference_equals_a_live_one_with_images(tiny_model: Calla
     lines = [json.loads(line) for line in (tmp_path / "computed" / "reference.jsonl").read_text().splitlines()]
     assert lines[0]["reference"].startswith(f"{model} (weights ")
     assert lines[-1]["rows"] == 16
-
-
-def rises(before: float, after: float, num_samples: int) -> bool:
-    """As the comparison in examples/ judges."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return bool(importlib.import_module("compare_preferences").rises(before, after, num_samples))
-    finally:
-        sys.path.remove(str(EXAMPLES))
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "simpo", "bco", "mpo"])
-def test_held_out_accuracy_of_preferences_rises(loss: str, tiny_model: Callable[..., str], tmp_path: Path) -> None:
-    flags: dict[str, Any] = {
-        "data.prompt_dataset": "text_preferences?size=2000",
-        "eval.dataset": "text_preferences?size=64",
-        "dpo.loss": loss,
-        "train.batch_size": 32,
-        "train.max_steps": 40,
-    }
-    if loss == "kto":
-        flags |= {"data.output_key": "response", "data.prompt_dataset": "text_preferences?size=2000&kind=unpaired"}
-        flags |= {"eval.dataset": "text_preferences?size=64&kind=unpaired"}
-    run(tiny_model("qwen3", size="micro"), tmp_path, **flags)
-    accuracy = [line["eval/text_preferences/accuracy"] for line in read_metrics(tmp_path) if "eval/" in str(line)]
-    assert rises(accuracy[0], accuracy[-1], 64)
 
 
 @pytest.mark.prove
