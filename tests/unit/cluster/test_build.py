@@ -56,7 +56,7 @@ def test_an_evaluation_starts_engines_before_models_that_share_their_gpus(
     started: list[str] = []
     engines_started = threading.Event()
 
-    def start_engines(*_: Any) -> str:
+    def start_engines(*_: Any, **__: Any) -> str:
         if not flags:
             engines_started.wait(0.2)
         started.append("engines")
