@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/compare_distillation"), help="folder for all output")
     parser.add_argument("--steps", type=int, default=115, help="steps of GRPO")
-    parser.add_argument("--distill-steps", type=int, default=60, help="steps of distillation")
+    parser.add_argument("--distill-steps", type=int, default=70, help="steps of distillation")
     arguments = parser.parse_args()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
