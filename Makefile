@@ -6,7 +6,7 @@ JOBS ?= 2
 UNIT := $(BIN)/python -m pytest -q -m "not prove" -n $(JOBS) --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock quickstart quickstart-qlora quickstart-agent ladder test prove check lint unit bench coverage clean
+.PHONY: help setup lock metrics quickstart quickstart-qlora quickstart-agent ladder test prove check lint unit bench coverage clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -16,6 +16,9 @@ setup:  ## .venv with everything for this machine (CPU or GPU), then vlmrl docto
 
 lock: setup  ## the versions and hashes that setup installs, anew, as pyproject.toml allows
 	@$(BIN)/python assets/lock.py
+
+metrics: setup  ## the tables of metrics in vlmrl/observe/README.md, from the registry
+	@$(BIN)/python assets/metrics_guide.py
 
 quickstart: setup  ## a tiny Qwen2.5-VL learns visual math on this machine: sft, then GRPO, in minutes
 	@$(BIN)/python -m vlmrl.commands.quickstart

@@ -4,7 +4,6 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -134,50 +133,6 @@ def test_files_that_are_named_exist(document: str) -> None:
     for span in spans(document):
         for path in re.findall(rf"(?<![\w./<-]){folders}[\w./]*\w", span):
             assert "<" in span or (ROOT / path).exists(), path
-
-
-# ---- metrics
-
-
-_NO_METRICS = {"*/*", "application/json", "km/h", "mi/h", "s/step", "tokens/s", "tokens/response"}
-"""Strings of the same shape."""
-
-
-def written_metrics() -> set[str]:
-    """Names of metrics in the source, with `*` for variable parts."""
-    result = set()
-    for folder in ("trainer", "learning", "cluster", "data", "verify", "rewards", "observe"):
-        for file in (ROOT / "vlmrl" / folder).glob("*.py"):
-            tree = ast.parse(file.read_text())
-            inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-                    result.add(node.value)
-                elif isinstance(node, ast.JoinedStr):
-                    result.add("".join(p.value if isinstance(p, ast.Constant) else "*" for p in node.values))  # type: ignore[misc]
-    names = {name for name in result - _NO_METRICS if re.fullmatch(r"([a-z]+|\*)(/[a-z0-9_@*]+)+", name)}
-    spread = {f"{area}{name[1:]}" for name in names if name.startswith("*/") for area in ("policy", "value", "rm")}
-    return {name for name in names if not name.startswith("*/")} | spread
-
-
-def listed_metrics() -> set[str]:
-    """Names in the first columns of the tables of metrics, with `*` for variable parts."""
-    section = text("vlmrl/observe/README.md").partition("## Metrics\n")[2].partition("\n## ")[0]
-    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return {re.sub(r"<\w+>", "*", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-
-
-def test_the_guide_lists_every_metric_and_no_other() -> None:
-    written, listed = written_metrics(), listed_metrics()
-    assert len(listed) > 60
-    assert not [name for name in sorted(written) if not any(fnmatch(name, pattern) for pattern in listed)]
-    assert sorted(listed - written) == []
-
-
-def test_the_guide_lists_every_phase() -> None:
-    source = "\n".join(path.read_text() for path in (ROOT / "vlmrl").rglob("*.py"))
-    row = next(line for line in text("vlmrl/observe/README.md").splitlines() if "`time/<phase>_s` |" in line)
-    assert set(re.findall(r'\.phase\("(\w+)"\)', source)) == set(re.findall(r"`(\w+)`", row))
 
 
 # ---- messages
