@@ -49,7 +49,7 @@ Reinforcement learning of language and vision-language models.
                  with --config FILE.yaml: estimate the memory of a run's roles, and whether they fit
 
 `vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft, rm, dpo, eval and generate checks them and prints
-the plan.
+the plan; `--quiet` prints only warnings, errors and results of a run.
 """
 
 _GRACE_S = 60.0
@@ -112,9 +112,9 @@ def _run_of(config: str, function: str) -> Callable[[list[str]], int]:
     it. Both are `module:name`, imported when the verb is called."""
 
     def run(words: list[str]) -> int:
-        if (arguments := _parse(_imported(config), words, has_dry_run=True)) is not None:
+        if (arguments := _parse(_imported(config), words, is_run=True)) is not None:
             with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
-                _imported(function)(arguments.config, dry_run=arguments.dry_run)
+                _imported(function)(arguments.config, dry_run=arguments.dry_run, is_quiet=arguments.is_quiet)
         return 0
 
     return run
@@ -346,21 +346,23 @@ class _Arguments(Generic[Config]):
 
     config: Config
     dry_run: bool
+    is_quiet: bool
 
 
-def _parse(kind: type[Config], words: list[str], *, has_dry_run: bool = False) -> _Arguments[Config] | None:
+def _parse(kind: type[Config], words: list[str], *, is_run: bool = False) -> _Arguments[Config] | None:
     """Load the settings and prepare this process for heavy imports; on `--help` print the help and return None."""
     if "--help" in words or "-h" in words:
         from vlmrl.config.help import help_text
 
-        print(help_text(kind, has_dry_run=has_dry_run), flush=True)
+        print(help_text(kind, is_run=is_run), flush=True)
         return None
     from vlmrl.config.load import load
 
-    dry_run = has_dry_run and "--dry-run" in words
-    config = load(kind, [word for word in words if not (has_dry_run and word == "--dry-run")])
+    switches = {"--dry-run", "--quiet"} if is_run else set()
+    config = load(kind, [word for word in words if word not in switches])
+    given = switches.intersection(words)
     startup.prepare()
-    return _Arguments(config, dry_run)
+    return _Arguments(config, dry_run="--dry-run" in given, is_quiet="--quiet" in given)
 
 
 def _unknown(kind: str, name: str, names: Iterable[str]) -> str:

@@ -53,12 +53,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
 @pytest.mark.parametrize(
     ("argv", "called", "options"),
     [
-        (["rl", *NEEDED], "train_rl", {"dry_run": False}),
-        (["rl", *NEEDED, "--dry-run", "--train.seed", "1"], "train_rl", {"dry_run": True}),
-        (["sft", "--dry-run", *NEEDED], "train_sft", {"dry_run": True}),
-        (["rm", *NEEDED], "train_rm", {"dry_run": False}),
-        (["dpo", "--dry-run", *NEEDED], "train_dpo", {"dry_run": True}),
-        (["eval", "--actor.model_name_or_path", "m", "--eval.dataset", "d"], "evaluate", {"dry_run": False}),
+        (["rl", *NEEDED], "train_rl", {"dry_run": False, "is_quiet": False}),
+        (["rl", *NEEDED, "--dry-run", "--train.seed", "1"], "train_rl", {"dry_run": True, "is_quiet": False}),
+        (["sft", "--dry-run", *NEEDED], "train_sft", {"dry_run": True, "is_quiet": False}),
+        (["rm", *NEEDED], "train_rm", {"dry_run": False, "is_quiet": False}),
+        (["rm", *NEEDED, "--quiet"], "train_rm", {"dry_run": False, "is_quiet": True}),
+        (["dpo", "--dry-run", *NEEDED], "train_dpo", {"dry_run": True, "is_quiet": False}),
+        (
+            ["eval", "--actor.model_name_or_path", "m", "--eval.dataset", "d"],
+            "evaluate",
+            {"dry_run": False, "is_quiet": False},
+        ),
         (["bench", "sync", "--actor.model_name_or_path", "m"], "sync", {}),
         (["bench", "rollout", *NEEDED], "rollout", {}),
         (["bench", "agents", "--actor.model_name_or_path", "m"], "agents", {}),

@@ -28,9 +28,9 @@ from vlmrl.trainer.preference_evaluation import PreferenceEvaluation
 from vlmrl.types import Metrics, Sample
 
 
-def train_dpo(config: DpoConfig, *, dry_run: bool = False) -> None:
+def train_dpo(config: DpoConfig, *, dry_run: bool = False, is_quiet: bool = False) -> None:
     """Check the settings, start the models, resume if there is a checkpoint, train, and write the final model."""
-    run_stage(config, partial(_start, config), dry_run=dry_run)
+    run_stage(config, partial(_start, config), dry_run=dry_run, is_quiet=is_quiet)
 
 
 def _start(config: DpoConfig, run: StageRun) -> Stage:

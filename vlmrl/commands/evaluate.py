@@ -12,12 +12,12 @@ from vlmrl.trainer.evaluation import check_sets, evaluation_sampling, with_metri
 from vlmrl.trainer.evaluation import evaluate as evaluate_sets
 
 
-def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
+def evaluate(config: EvalConfig, *, dry_run: bool = False, is_quiet: bool = False) -> None:
     """Check the settings, start the engines, sample and score responses, and write metrics and transcripts."""
     folder, processor, warnings = prepare(config, dry_run=dry_run)
     if dry_run:
         return check_data(config, warnings)
-    with run_session(config, folder, warnings) as (builder, report):
+    with run_session(config, folder, warnings, is_quiet=is_quiet) as (builder, report):
         prompts = builder.prompts(config, report.say)
         sets = with_metric_names(prompts.evaluation())
         merged = with_merged_actor(config, folder, builder.stack, report.say)

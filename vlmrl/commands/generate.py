@@ -49,7 +49,7 @@ _MODEL_FILES = (".safetensors", ".json", ".jinja")
 _COMPARED_SECTIONS = ("actor", "data", "reward", "rollout", "train.seed", "ds.param_dtype")
 
 
-def generate(config: GenerateConfig, *, dry_run: bool = False) -> None:
+def generate(config: GenerateConfig, *, dry_run: bool = False, is_quiet: bool = False) -> None:
     """Check the settings, sample and score what is missing of the responses, and write the rows."""
     folder, processor, warnings = prepare(config, dry_run=dry_run)
     output = output_of(config, folder)
@@ -59,7 +59,7 @@ def generate(config: GenerateConfig, *, dry_run: bool = False) -> None:
     check_same_settings(journal, settings)
     if dry_run:
         return check_data(config, warnings)
-    with run_session(config, folder, warnings) as (builder, report):
+    with run_session(config, folder, warnings, is_quiet=is_quiet) as (builder, report):
         journal = Journal(folder.responses)  # again: another run may have held the lock until now
         check_same_settings(journal, settings)
         tokens_per_s = _complete(config, folder, journal, settings, processor, builder, report)

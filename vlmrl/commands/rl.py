@@ -30,14 +30,14 @@ from vlmrl.trainer.run_checkpoints import RunCheckpoints
 from vlmrl.types import Metrics, Prompt
 
 
-def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
+def train_rl(config: RlConfig, *, dry_run: bool = False, is_quiet: bool = False) -> None:
     """Check the settings, start the roles, resume if there is a checkpoint, train, and write the final models."""
     folder, processor, warnings = prepare(config, dry_run=dry_run)
     adapter, critic_adapter = actor_adapter_plan(config, processor), critic_adapter_plan(config)
     has_adapter = adapter is not None
     if dry_run:
         return check_data(config, warnings, adapter)
-    with run_session(config, folder, warnings, adapter) as (builder, report):
+    with run_session(config, folder, warnings, adapter, is_quiet=is_quiet) as (builder, report):
         prompts, eval_sets, roles = start_roles(
             config, processor, builder, report, adapter=adapter, critic_adapter=critic_adapter
         )

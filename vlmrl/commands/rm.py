@@ -18,7 +18,7 @@ _NUM_FIRST_PAIRS = 128
 """Training pairs whose scores give mean and deviation in a run without held-out rows."""
 
 
-def train_rm(config: RmConfig, *, dry_run: bool = False) -> None:
+def train_rm(config: RmConfig, *, dry_run: bool = False, is_quiet: bool = False) -> None:
     """Check the settings, start the model, resume if there is a checkpoint, train, and write the final model."""
 
     def start(run: StageRun) -> Stage:
@@ -29,7 +29,7 @@ def train_rm(config: RmConfig, *, dry_run: bool = False) -> None:
         return stage_of(model)
 
     # Adapters are merged into the model that is written: a run reads a reward model as a whole.
-    run_stage(config, start, dry_run=dry_run, merges_adapter=True)
+    run_stage(config, start, dry_run=dry_run, is_quiet=is_quiet, merges_adapter=True)
 
 
 def _pair_stage(rows: RemotePrompts) -> Callable[[RemoteRewardTrainer], Stage]:

@@ -146,11 +146,16 @@ def begin_report(
 
 @contextmanager
 def run_session(
-    config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
+    config: AnyConfig,
+    folder: RunFolder,
+    warnings: Sequence[str],
+    adapter: AdapterPlan | None = None,
+    *,
+    is_quiet: bool = False,
 ) -> Iterator[tuple[RoleBuilder, RunReport]]:
     """Open the run's folder, start Ray and place the roles; stop everything at the end, also after an error.
 
-    `warnings` are shown after the placement.
+    `warnings` are shown after the placement. A run that `is_quiet` shows no panel, no lines of steps and no tables.
     """
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
@@ -163,7 +168,9 @@ def run_session(
         outer.enter_context(run_lock(folder.root, on_lost=lambda line: kill_and_exit(line, 2), notify=print))
         check_folder(config, folder)  # again: another run may have held the lock until now, and written there
         settings = config.model_dump(mode="json")
-        report = RunReport(folder, logger=logger, config=settings, title=title, start_times=start_times)
+        report = RunReport(
+            folder, logger=logger, config=settings, title=title, start_times=start_times, is_quiet=is_quiet
+        )
         outer.callback(report.finish_drawing)  # it goes on while the roles and Ray stop
         machines = outer.enter_context(session())
         check_hardware(config, machines, adapter)

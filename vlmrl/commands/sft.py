@@ -11,9 +11,9 @@ from vlmrl.trainer.evaluation import with_metric_names
 from vlmrl.trainer.likelihood import measure_likelihood
 
 
-def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
+def train_sft(config: SftConfig, *, dry_run: bool = False, is_quiet: bool = False) -> None:
     """Check the settings, start the model, resume if there is a checkpoint, train, and write the final model."""
-    run_stage(config, partial(_start, config), dry_run=dry_run)
+    run_stage(config, partial(_start, config), dry_run=dry_run, is_quiet=is_quiet)
 
 
 def _start(config: SftConfig, run: StageRun) -> Stage:

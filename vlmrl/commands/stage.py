@@ -48,7 +48,12 @@ class Stage(NamedTuple):
 
 
 def run_stage(
-    config: SupervisedConfig, start: Callable[[StageRun], Stage], *, dry_run: bool, merges_adapter: bool = False
+    config: SupervisedConfig,
+    start: Callable[[StageRun], Stage],
+    *,
+    dry_run: bool,
+    is_quiet: bool,
+    merges_adapter: bool = False,
 ) -> None:
     """Check the settings, start the model, resume if there is a checkpoint, train, and write the final model.
 
@@ -60,7 +65,7 @@ def run_stage(
     adapter = actor_adapter_plan(config, processor)
     if dry_run:
         return check_data(config, warnings, adapter)
-    with run_session(config, folder, warnings, adapter) as (builder, report):
+    with run_session(config, folder, warnings, adapter, is_quiet=is_quiet) as (builder, report):
         rows = builder.prompts(config, report.say)
         num_rows = rows.num_rows
         check_steps(config, num_rows)

@@ -18,12 +18,12 @@ from vlmrl.config.verb_base import VerbConfig
 _PLAIN = {str: "TEXT", int: "INT", float: "NUMBER"}
 
 
-def help_text(kind: type[VerbConfig], *, has_dry_run: bool) -> str:
+def help_text(kind: type[VerbConfig], *, is_run: bool) -> str:
     """Format the output of `vlmrl VERB --help`."""
     width = min(shutil.get_terminal_size().columns, 110)
-    dry_run = " [--dry-run]" if has_dry_run else ""
+    switches = " [--dry-run] [--quiet]" if is_run else ""
     lines = [
-        f"usage: vlmrl {kind.verb} [--config FILE.yaml ...] [--section.setting VALUE ...]{dry_run}",
+        f"usage: vlmrl {kind.verb} [--config FILE.yaml ...] [--section.setting VALUE ...]{switches}",
         "",
         inspect.cleandoc(kind.__doc__ or ""),
         "",
@@ -36,10 +36,12 @@ def help_text(kind: type[VerbConfig], *, has_dry_run: bool) -> str:
         "  --config FILE.yaml",
         "      Settings by section, `section: {setting: value}`. May be given several times.",
     ]
-    if has_dry_run:
+    if is_run:
         lines += [
             "  --dry-run",
             "      Check all that can be checked without starting an engine, print the plan, and stop.",
+            "  --quiet",
+            "      Print only warnings, errors and results: no panel, no line per step, no tables.",
         ]
     lines += ["  --help", "      This text."]
     for name, field in kind.model_fields.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from vlmrl.errors import VlmrlError
+from vlmrl.observe.terminal import TerminalStream
 
 _NOISY = ("ray", "datasets", "fsspec", "huggingface_hub", "torch.distributed", "transformers")
 """Loggers of libraries that repeat our errors in other words."""
@@ -23,34 +23,40 @@ _STDOUT, _STDERR = 1, 2
 class Log:
     """Context in which the error output of native code and the log records of libraries go to a file.
 
-    Python's `sys.stderr` still reaches the terminal. Until `move_to` names the file, output goes to a temporary one.
-    Output to a closed terminal, or to a `tee` that the same Ctrl-C has ended, is dropped and does not end the run.
+    Python's `sys.stdout` and `sys.stderr` still reach the terminal. The standard output of native code goes to the file
+    as well if it is a terminal, where it would tear the live panel. Until `move_to` names the file, output goes to a
+    temporary one. Output to a closed terminal, or to a `tee` that the same Ctrl-C has ended, is dropped and does not
+    end the run.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._begin = 0
-        self._saved = -1
+        self._saved: dict[int, int] = {}
+        """A redirected descriptor -> a copy of what it was."""
         self._stderr, self._stdout = sys.stderr, sys.stdout
-        self._stderr_stream: _Descriptor | None = None
-        self._stdout_stream: _Descriptor | None = None
+        self._stderr_stream: TerminalStream | None = None
+        self._stdout_stream: TerminalStream | None = None
         self._handlers: dict[str, tuple[list[logging.Handler], bool]] = {}
 
     def __enter__(self) -> Self:
         self._stderr, self._stdout = sys.stderr, sys.stdout
-        self._saved = os.dup(_STDERR)
+        self._saved[_STDERR] = os.dup(_STDERR)
         with suppress(OSError, ValueError, AttributeError):  # it may be an object without a descriptor
             if sys.stderr.fileno() == _STDERR:
                 sys.stderr.flush()
-                self._stderr_stream = _Descriptor(self._saved)
+                self._stderr_stream = TerminalStream(self._saved[_STDERR])
                 sys.stderr = self._stderr_stream
         with suppress(OSError, ValueError, AttributeError):
             if sys.stdout.fileno() == _STDOUT:
                 sys.stdout.flush()
-                sys.stdout = self._stdout_stream = _Descriptor(_STDOUT, encoding=sys.stdout.encoding)
-        os.dup2(self._file.fileno(), _STDERR)
-        handler = logging.StreamHandler(_Descriptor(_STDERR))
+                if os.isatty(_STDOUT):
+                    self._saved[_STDOUT] = os.dup(_STDOUT)
+                descriptor = self._saved.get(_STDOUT, _STDOUT)
+                sys.stdout = self._stdout_stream = TerminalStream(descriptor, encoding=sys.stdout.encoding)
+        self._redirect()
+        handler = logging.StreamHandler(TerminalStream(_STDERR))
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         for name in _NOISY:
             logger = logging.getLogger(name)
@@ -68,10 +74,13 @@ class Log:
             if sys.stderr is self._stderr_stream:
                 sys.stderr = self._stderr
             self._stderr_stream.descriptor = _STDERR  # a library may still hold this stream
-        if self._stdout_stream is not None and sys.stdout is self._stdout_stream:
-            sys.stdout = self._stdout
-        os.dup2(self._saved, _STDERR)
-        os.close(self._saved)
+        if self._stdout_stream is not None:
+            if sys.stdout is self._stdout_stream:
+                sys.stdout = self._stdout
+            self._stdout_stream.descriptor = _STDOUT
+        for descriptor, copy in self._saved.items():
+            os.dup2(copy, descriptor)
+            os.close(copy)
         if self.path is None and error is not None and not isinstance(error, VlmrlError):
             # There is no log file yet, and a bug is reported with all output.
             self._file.seek(0)
@@ -86,9 +95,13 @@ class Log:
         self._file.seek(0)
         file.write(self._file.read())
         file.flush()
-        os.dup2(file.fileno(), _STDERR)
         self._file.close()
         self._file, self.path = file, path
+        self._redirect()
+
+    def _redirect(self) -> None:
+        for descriptor in self._saved:
+            os.dup2(self._file.fileno(), descriptor)
 
     def write(self, text: str, *, to: int | None = None) -> None:
         """Write text that is too long for the terminal to the file, or to the descriptor `to`."""
@@ -102,31 +115,6 @@ class Log:
             return self.path is not None and self.path.stat().st_size > self._begin
         except OSError:  # the disk fails or the folder is gone; that is reported elsewhere
             return False
-
-
-class _Descriptor(io.TextIOBase):
-    """Unbuffered text stream over a file descriptor, which drops text that cannot be written."""
-
-    def __init__(self, descriptor: int, *, encoding: str = "utf-8") -> None:
-        self.descriptor = descriptor
-        self._encoding = encoding
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._encoding
-
-    def write(self, text: str) -> int:
-        left = text.encode(self.encoding, errors="backslashreplace")
-        with suppress(OSError):  # a closed terminal or a full disk does not end a run
-            while left:
-                left = left[os.write(self.descriptor, left) :]
-        return len(text)
-
-    def fileno(self) -> int:
-        return self.descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self.descriptor)
 
 
 @contextmanager

@@ -1,22 +1,21 @@
-"""Progress of a run: a live display on a terminal, one line per step elsewhere."""
+"""Progress of a run: a live panel on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
+from vlmrl.observe import panel
 from vlmrl.observe.metrics import accuracies, evaluated_sets
+from vlmrl.observe.terminal import LiveDisplay, open_console
 from vlmrl.system.plain_text import print_line
 from vlmrl.types import Metrics
 
@@ -54,14 +53,32 @@ class Progress:
     """
 
     def __init__(
-        self, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic, title: str = ""
+        self,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        title: str = "",
+        place: str = "",
+        is_quiet: bool = False,
     ) -> None:
-        self._console = console or Console()
+        """Prepare the display.
+
+        Args:
+            console: by default standard output.
+            clock: returns seconds.
+            title: name of the verb.
+            place: the run's folder.
+            is_quiet: print only messages of text, which are warnings and results.
+        """
+        self._console = console or open_console()
         self._clock = clock
-        self._title = title
-        self._live: Live | None = None
+        self._title, self._place = title, place
+        self._is_quiet = is_quiet
+        self._display: LiveDisplay | None = None
+        self._created = clock()
         self._total_steps = 0
         self._step = 0
+        self._has_begun = False
         self._step_start = clock()
         self._phases: list[_Phase] = []
         self._spent: dict[str, float] = {}
@@ -70,28 +87,32 @@ class Progress:
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
         """`math: pass@1` or `pairs: accuracy` -> step and value of each evaluation."""
         self._parts: dict[str, dict[str, float]] = {}
+        self._curve: panel.Curve | None = None
+        self._checks = panel.Checks()
+        self._warnings: list[str] = []
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
-            self._live.start()
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not self._is_quiet:
+            self._display = LiveDisplay(self._console, self._render)
+            self._display.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._display is not None:
+            self._display.__exit__(kind, error, tb)
+            self._display = None
 
     def say(self, message: RenderableType) -> None:
-        """Print a message above the live display; a string is one line of plain text."""
+        """Print a message above the live panel; a string is one line of plain text. Quiet runs print no tables."""
         if isinstance(message, str):
             print_line(self._console, message)
-        else:
+        elif isinstance(message, Text) or not self._is_quiet:
             self._console.print(message, soft_wrap=isinstance(message, Text))
 
     def begin(self, *, total_steps: int, done: int = 0) -> None:
         """Start timing the first step; `done` steps were made by the run that this one resumes."""
         self._total_steps, self._step = total_steps, done
+        self._has_begun = True
         self._step_start = self._clock()
         self._spent = {}
 
@@ -128,18 +149,30 @@ class Progress:
         self._step, self._metrics = step, metrics
         if "time/step_s" in metrics:
             self._recent.append(metrics["time/step_s"])
-        self._store_evaluations(step, metrics)
-        if self._live is None:
+        self._curve = self._curve or panel.curve_of(metrics)
+        if self._curve is not None and self._curve.name in metrics:
+            self._curve.values.append(metrics[self._curve.name])
+        self._warnings = panel.warnings_of(metrics)
+        self._store(step, metrics)
+        if self._prints_lines:
             parts = [f"step {step}/{self._total_steps}", *self._numbers()]
             print_line(self._console, "  ".join(parts + self._remaining()))
-        self._print_evaluations(metrics)
+            self._print_evaluations(metrics)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Show an evaluation before the first step or after the last."""
-        self._store_evaluations(step, metrics)
-        self._print_evaluations(metrics)
+        self._warnings = panel.warnings_of(self._metrics | metrics)
+        self._store(step, metrics)
+        # Without steps the evaluation is the result of the run.
+        if self._prints_lines or (self._is_quiet and not self._total_steps):
+            self._print_evaluations(metrics)
 
-    def _store_evaluations(self, step: int, metrics: Metrics) -> None:
+    @property
+    def _prints_lines(self) -> bool:
+        return self._display is None and not self._is_quiet
+
+    def _store(self, step: int, metrics: Metrics) -> None:
+        self._checks.add(metrics)
         for name, parts in evaluated_sets(metrics).items():
             self._evaluations.setdefault(f"{name}: pass@1", []).append((step, metrics[f"eval/{name}/pass@1"]))
             self._parts[f"{name}: pass@1"] = {part: metrics[f"eval/{name}/{part}/pass@1"] for part in parts}
@@ -147,22 +180,25 @@ class Progress:
             self._evaluations.setdefault(f"{name}: accuracy", []).append((step, metrics[metric]))
 
     def _print_evaluations(self, metrics: Metrics) -> None:
-        if self._live is None:
-            for name in evaluated_sets(metrics):
-                print_line(self._console, self._history(f"{name}: pass@1"))
-            for name in accuracies(metrics):
-                print_line(self._console, self._history(f"{name}: accuracy"))
+        for name in evaluated_sets(metrics):
+            print_line(self._console, self._history(f"{name}: pass@1"))
+        for name in accuracies(metrics):
+            print_line(self._console, self._history(f"{name}: accuracy"))
 
     def _history(self, name: str) -> str:
         """Format the first and latest result: `eval visual_math: pass@1 42.0% at step 0 -> 71.5% at step 50`."""
+        return f"eval {name} {self._results(name)}"
+
+    def _results(self, name: str) -> str:
         results = self._evaluations[name]
         ends = [results[0], results[-1]] if len(results) > 1 else results
         shown = [f"{value:.1%} at step {step}" for step, value in ends]
         parts = ", ".join(f"{part} {value:.1%}" for part, value in self._parts.get(name, {}).items())
-        return f"eval {name} {' -> '.join(shown)}{f' ({parts})' if parts else ''}"
+        return f"{' -> '.join(shown)}{f' ({parts})' if parts else ''}"
 
-    def _numbers(self) -> list[str]:
-        return [f"{label} {show(self._metrics[name])}" for name, label, show in _SHOWN if name in self._metrics]
+    def _numbers(self, *, besides: Collection[str] = ()) -> list[str]:
+        names = self._metrics.keys() - set(besides)
+        return [f"{label} {show(self._metrics[name])}" for name, label, show in _SHOWN if name in names]
 
     def _remaining(self) -> list[str]:
         steps = self._total_steps - self._step
@@ -171,28 +207,29 @@ class Progress:
         return [f"left {_duration(steps * sum(self._recent) / len(self._recent))}"]
 
     def _render(self) -> RenderableType:
-        """Render the live display; called by the thread that redraws."""
-        head = Table.grid(padding=(0, 2))
-        cells: list[RenderableType] = [Text(self._title, style="bold")] if self._title else []
-        if self._total_steps:
-            cells.append(Text(f"step {self._step}/{self._total_steps}"))
-            cells.append(ProgressBar(total=self._total_steps, completed=self._step, width=30))
-        cells += [Text(left, style="cyan") for left in self._remaining()]
-        cells.append(Text(self._current(), style="yellow"))
-        head.add_row(*cells)
-        lines: list[RenderableType] = [head]
-        if numbers := self._numbers():
-            lines.append(Text("  ".join(numbers)))
-        lines += [Text(self._history(name), style="green") for name in list(self._evaluations)]
-        return Group(*lines)
+        """Draw the panel; called by the thread that redraws."""
+        histories = {name: [value for _, value in list(results)] for name, results in list(self._evaluations.items())}
+        view = panel.View(
+            title=self._title,
+            place=self._place,
+            elapsed=_duration(self._clock() - self._created),
+            step=self._step,
+            total_steps=self._total_steps,
+            left="".join(self._remaining()),
+            phase=self._current(),
+            curve=self._curve,
+            evaluations={name: (values, self._results(name)) for name, values in histories.items()},
+            checks=self._checks.lines(),
+            numbers=self._numbers(besides={"sync/logprob_diff_max", self._curve.name if self._curve else ""}),
+            warnings=self._warnings,
+        )
+        return panel.draw(view, width=self._console.width, is_unicode=self._console.encoding.startswith("utf"))
 
-    def _current(self) -> str:
-        """Format the current phase: `rollout 97/128, 5 s`."""
+    def _current(self) -> panel.Phase | None:
         phase = next(iter(self._phases[-1:]), None)  # the main thread may end it at any moment
         if phase is None:
-            return ""
-        share = f" {phase.done}/{phase.total}" if phase.total else ""
-        return f"{phase.name}{share}, {_duration(self._clock() - phase.start)}"
+            return None if self._has_begun else panel.Phase("starting", 0, 0, _duration(self._clock() - self._created))
+        return panel.Phase(phase.name, phase.done, phase.total, _duration(self._clock() - phase.start))
 
 
 def _duration(seconds: float) -> str:

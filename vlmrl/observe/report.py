@@ -33,6 +33,7 @@ class RunReport:
 
     Args:
         start_times: those of the phases that have ended; the last one ends with `begin`.
+        is_quiet: print warnings, errors and results only.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class RunReport:
         config: Mapping[str, Any],
         title: str,
         start_times: StartTimes | None = None,
+        is_quiet: bool = False,
     ) -> None:
         self._folder = folder
         self._logger = logger
         self._config = config
-        self._progress = Progress(title=title)
+        self._progress = Progress(title=title, place=_short(folder.root), is_quiet=is_quiet)
         self._sinks: list[Sink] = []
         self._start_times = start_times or StartTimes()
         self._is_plot_current = True
@@ -155,6 +157,11 @@ class RunReport:
             self._reported.add(failure)
             return False
         return True
+
+
+def _short(folder: Path) -> str:
+    """The path relative to the working directory, where it lies below it."""
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 def parameter_table(rows: Sequence[tuple[str, int, int]]) -> Table:

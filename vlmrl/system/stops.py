@@ -72,6 +72,7 @@ class _Requests:
 
 
 _requests: _Requests | None = None
+_before_kill: list[Callable[[], None]] = []
 
 
 @contextmanager
@@ -267,8 +268,20 @@ def accept_sigterm() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
+@contextmanager
+def before_kill(action: Callable[[], None]) -> Iterator[None]:
+    """Let `kill_and_exit` call `action` first within the context. It runs in any thread and must not wait."""
+    _before_kill.append(action)
+    try:
+        yield
+    finally:
+        _before_kill.remove(action)
+
+
 def kill_and_exit(line: str, code: int) -> None:
     """Print a line, kill all descendants, and exit without cleaning up."""
+    for action in list(_before_kill):
+        action()
     with suppress(OSError, ValueError, AttributeError):
         # Not descriptor 2, which may be redirected to the run's log.
         os.write(sys.stderr.fileno(), f"vlmrl: {line}\n".encode())

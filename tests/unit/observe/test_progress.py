@@ -1,7 +1,9 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from vlmrl.observe.progress import Progress, _duration
 
@@ -15,10 +17,10 @@ class Clock:
         return self.now
 
 
-def made(*, is_terminal: bool = False) -> tuple[Progress, Clock, io.StringIO]:
+def made(*, is_terminal: bool = False, is_quiet: bool = False) -> tuple[Progress, Clock, io.StringIO]:
     clock, out = Clock(), io.StringIO()
-    console = Console(file=out, force_terminal=is_terminal, width=100)
-    return Progress(console=console, clock=clock, title="vlmrl rl"), clock, out
+    console = Console(file=out, force_terminal=is_terminal, width=100, _environ={"TERM": "xterm"})
+    return Progress(console=console, clock=clock, title="vlmrl rl", is_quiet=is_quiet), clock, out
 
 
 def test_times_cover_the_phases_since_the_last_call() -> None:
@@ -129,8 +131,37 @@ def test_a_terminal_shows_the_phase_and_its_progress() -> None:
             clock.now += 5.0
             progress.say(progress._render())
     shown = out.getvalue()
-    for part in ("vlmrl rl", "step 1/10", "rollout 97/128, 5 s", "left 1 min 30 s", "reward 0.500", "70.0% at step 1"):
+    for part in ("vlmrl rl", "1/10", "97/128", "5 s", "left 1 min 30 s", "0.500", "70.0% at step 1"):
         assert part in shown
+    assert "step 1/10  reward" not in shown, "a panel replaces the lines"
+
+
+def test_a_terminal_shows_the_start_before_the_first_step() -> None:
+    progress, clock, out = made(is_terminal=True)
+    with progress:
+        clock.now += 12.0
+        progress.say(progress._render())
+    assert re.search(r"starting.*12 s", out.getvalue())
+
+
+def test_a_quiet_run_prints_messages_only() -> None:
+    for is_terminal in (False, True):
+        progress, _, out = made(is_terminal=is_terminal, is_quiet=True)
+        with progress:
+            progress.say(Table("placement"))
+            progress.say("row 7 dropped")
+            progress.begin(total_steps=2)
+            progress.evaluation(0, {"eval/math/pass@1": 0.42})
+            progress.step(1, {"reward/mean": 0.5, "eval/math/pass@1": 0.5})
+        assert out.getvalue() == "row 7 dropped\n"
+
+
+def test_a_quiet_evaluation_prints_its_result() -> None:
+    progress, _, out = made(is_quiet=True)
+    with progress:
+        progress.begin(total_steps=0)
+        progress.evaluation(0, {"eval/math/pass@1": 0.42})
+    assert out.getvalue() == "eval math: pass@1 42.0% at step 0\n"
 
 
 @pytest.mark.parametrize(
