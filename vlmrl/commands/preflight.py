@@ -31,7 +31,7 @@ from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.models.max_length import check_length, max_positions
-from vlmrl.observe.sinks import usable_wandb
+from vlmrl.observe.trackers import check_trackers
 from vlmrl.plugins import Processor, check_same_inputs, processor_of
 from vlmrl.rewards.label_check import LabelCheck
 from vlmrl.rewards.question_labels import label_questions
@@ -196,8 +196,8 @@ def check_machine(config: TrainingConfig | EvalConfig) -> list[str]:
     if not isinstance(config, EvalConfig) and config.logger.tensorboard_dir is not None:
         finding = machine.disk(Path(config.logger.tensorboard_dir), flag="--logger.tensorboard_dir")
         findings.append(replace(finding, name="disk of TensorBoard"))
-    if not isinstance(config, EvalConfig) and config.logger.wandb.project is not None:
-        usable_wandb()
+    if not isinstance(config, EvalConfig):
+        check_trackers(config.logger)
     return machine.require(findings)
 
 

@@ -39,7 +39,10 @@ _OPTIMIZER_BATCH = (
 _ENGINES_ONLY = "never: every response comes from vLLM, and vllm.* configures it"
 _PROMPTS = "it limits the prompt, image tokens included; rollout.max_new_tokens limits the response"
 _FROM_ENVIRONMENT = "a project turns W&B on, and the key comes from the environment variable WANDB_API_KEY"
-_REPORT_TO = "a project turns W&B on; TensorBoard and metrics.jsonl are always written"
+_REPORT_TO = (
+    "a project turns W&B on, as in logger.trackio and logger.swanlab, and logger.mlflow.experiment MLflow; TensorBoard "
+    "and metrics.jsonl are always written"
+)
 _CHAT_TOKENS = "never: a model's own chat template and tokenizer are used as they are"
 _NO_HUB = "never: nothing is pushed to the Hub; the final model lies in model/ of ckpt.output_dir"
 _NO_TRUNCATION = "never: a prompt that is too long is dropped and counted, not cut (data.max_len)"

@@ -1,6 +1,7 @@
 """Output of a run: checkpoints, metrics and transcripts."""
 
 from vlmrl.config.base import PositiveInt, Section, StepInterval, Text, Unread
+from vlmrl.config.trackers import Mlflow, Swanlab, Trackio, Wandb, unread_of_trackers
 
 
 class Ckpt(Section):
@@ -25,19 +26,6 @@ class Ckpt(Section):
         return self.save_steps > 0 if self.save_on_stop is None else self.save_on_stop
 
 
-class Wandb(Section):
-    """Weights & Biases; on when `project` is set. The key comes from the environment variable WANDB_API_KEY."""
-
-    project: str | None = None
-    """Project; None turns W&B off."""
-    org: str | None = None
-    """Team or user."""
-    group: str | None = None
-    """Group of runs."""
-    run_name: str | None = None
-    """Name of the run; by default the output folder's."""
-
-
 class Logger(Section):
     """Metrics and transcripts."""
 
@@ -47,15 +35,22 @@ class Logger(Section):
     """Write every prompt, response and reward under `rollouts/`."""
     tensorboard_dir: str | None = None
     """TensorBoard folder; by default `tensorboard/` in the output folder."""
+    sample_steps: StepInterval = 10
+    """Steps between tables of sampled responses in TensorBoard and trackers, with `rollouts` on; -1 means never."""
+    num_samples: PositiveInt = 4
+    """Prompts in such a table, each with its best and its worst response. Evaluations always have one."""
     wandb: Wandb = Wandb()
     """Weights & Biases."""
+    mlflow: Mlflow = Mlflow()
+    """MLflow."""
+    trackio: Trackio = Trackio()
+    """Trackio."""
+    swanlab: Swanlab = Swanlab()
+    """SwanLab."""
 
 
 def unread_of_output(ckpt: Ckpt, logger: Logger) -> Unread:
     unread: Unread = {}
     if ckpt.save_steps == -1 and not ckpt.saves_on_stop:
         unread["ckpt.max_num"] = "no checkpoint is written while ckpt.save_steps is -1"
-    if logger.wandb.project is None:
-        names = ("logger.wandb.org", "logger.wandb.group", "logger.wandb.run_name")
-        unread |= dict.fromkeys(names, "W&B is off without logger.wandb.project")
-    return unread
+    return unread | unread_of_trackers(logger.wandb, logger.mlflow, logger.trackio, logger.swanlab)

@@ -20,7 +20,7 @@ from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig
 from vlmrl.config.vllm import Vllm
 
-_ONLY_OF_RL = frozenset({"logger.rollouts", "ds.enable_sleep"})
+_ONLY_OF_RL = frozenset({"logger.rollouts", "logger.sample_steps", "ds.enable_sleep"})
 
 
 class SupervisedConfig(TrainingConfig):

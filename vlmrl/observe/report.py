@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,8 +19,10 @@ from vlmrl.errors import StorageError
 from vlmrl.observe.plots import draw_curves
 from vlmrl.observe.progress import Progress
 from vlmrl.observe.run_folder import RunFolder
-from vlmrl.observe.sinks import Sink, open_sinks
+from vlmrl.observe.samples import samples_of_evaluations, samples_of_step
+from vlmrl.observe.sinks import Sink, open_sinks, read_metrics
 from vlmrl.observe.start_times import StartTimes
+from vlmrl.observe.trackers import OnlyNew, Opening, open_trackers
 from vlmrl.types import Metrics
 
 _DRAW_EVERY = 10
@@ -51,6 +54,7 @@ class RunReport:
         self._config = config
         self._progress = Progress(title=title, place=_short(folder.root), is_quiet=is_quiet)
         self._sinks: list[Sink] = []
+        self._trackers: list[OnlyNew] = []
         self._start_times = start_times or StartTimes()
         self._is_plot_current = True
         self._drawing: Future[None] | None = None
@@ -69,6 +73,8 @@ class RunReport:
         self._progress.__exit__(kind, error, tb)
         for sink in self._sinks:
             self._try(sink.close, f"{type(sink).__name__} did not close")
+        for tracker in self._trackers:
+            self._try(tracker.close, f"{_name(tracker)} did not close")
         if not self._is_plot_current:
             pool = ThreadPoolExecutor(max_workers=1)
             self._drawing = pool.submit(draw_curves, self._folder.metrics, self._folder.curves)
@@ -89,12 +95,13 @@ class RunReport:
         Raises:
             ConfigError: a configured sink cannot be used.
         """
+        # Trackers come first: if one fails, the files must not have dropped any steps yet.
+        self._trackers = self._open_trackers(resumes=done > 0)
         self._sinks = open_sinks(
             self._logger,
             metrics=self._folder.metrics,
             tensorboard=self._folder.tensorboard,
             first_step=done + 1 if done else 0,
-            config=self._config,
         )
         self._start_times.end("roles")
         self._progress.begin(total_steps=total_steps, done=done)
@@ -116,6 +123,9 @@ class RunReport:
         evaluated = any(name.startswith("eval/") for name in metrics)
         if step % self._logger.logging_steps == 0 or evaluated:
             self._write(step, metrics)
+        is_sampled = self._logger.sample_steps > 0 and step % self._logger.sample_steps == 0
+        if is_sampled or evaluated:
+            self._write_samples(step, of_step=is_sampled and self._logger.rollouts, of_evaluations=evaluated)
         if step % _DRAW_EVERY == 0:
             self._draw()
 
@@ -125,12 +135,31 @@ class RunReport:
             metrics = metrics | self._progress.take_times()
             self._progress.evaluation(step, metrics)
             self._write(step, metrics)
+            self._write_samples(step, of_step=False, of_evaluations=True)
 
     def _write(self, step: int, metrics: Metrics) -> None:
         metrics = metrics | self._start_times.take()
         for sink in self._sinks:
             sink.write(step, metrics)
+        # A service that cannot be reached is no reason to end a run.
+        for tracker in self._trackers:
+            self._try(partial(tracker.write, step, metrics), f"{_name(tracker)} did not take the metrics of a step")
         self._is_plot_current = False
+
+    def _write_samples(self, step: int, *, of_step: bool, of_evaluations: bool) -> None:
+        """Send some responses to TensorBoard and the trackers."""
+        num_prompts = self._logger.num_samples
+        samples = samples_of_evaluations(self._folder.rollouts, step, num_prompts=num_prompts) if of_evaluations else {}
+        if of_step:
+            samples = {"train": samples_of_step(self._folder.rollouts, step, num_prompts=num_prompts)} | samples
+        for name, rows in samples.items():
+            for sink in (*self._sinks, *self._trackers) if rows else ():
+                self._try(partial(sink.write_samples, step, name, rows), f"{_name(sink)} did not take responses")
+
+    def _open_trackers(self, *, resumes: bool) -> list[OnlyNew]:
+        file = self._folder.metrics
+        sent = {record["step"]: record.keys() for record in read_metrics(file)} if resumes and file.exists() else {}
+        return open_trackers(self._logger, Opening(self._folder.root, self._config, resumes), sent=sent)
 
     def _draw(self) -> None:
         if not self._is_plot_current:
@@ -157,6 +186,10 @@ class RunReport:
             self._reported.add(failure)
             return False
         return True
+
+
+def _name(sink: Sink | OnlyNew) -> str:
+    return type(sink.tracker if isinstance(sink, OnlyNew) else sink).__name__
 
 
 def _short(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Write metrics to a JSON lines file, TensorBoard and Weights & Biases.
+"""Write metrics to a JSON lines file and TensorBoard. `vlmrl.observe.trackers` has the services.
 
 A run that resumes from a checkpoint repeats some steps. Each sink gets the first step that this run writes, and drops
 what it already holds from that step on, so that no step is in it twice.
@@ -10,21 +10,25 @@ import json
 import math
 import os
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vlmrl.errors import ConfigError
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
 from vlmrl.observe.metrics import check_name
+from vlmrl.observe.samples import Sample
 from vlmrl.system.storage import writing
 from vlmrl.types import Metrics
 
 if TYPE_CHECKING:
-    from vlmrl.config.ckpt import Logger, Wandb
+    from vlmrl.config.ckpt import Logger
 
-_KEY = "WANDB_API_KEY"
+_MAX_PIXELS = 512
+"""Longest side of an image that is written to TensorBoard."""
 
 
 class Sink(Protocol):
@@ -33,28 +37,23 @@ class Sink(Protocol):
     def write(self, step: int, metrics: Metrics) -> None:
         """Store one step's metrics; they outlive this process once the call returns."""
 
+    def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+        """Store some responses of a step; `name` is `train` or an evaluation set."""
+
     def close(self) -> None:
         """Close the sink."""
 
 
-def open_sinks(
-    logger: Logger, *, metrics: Path, tensorboard: Path, first_step: int, config: Mapping[str, Any]
-) -> list[Sink]:
-    """Open the configured sinks. `tensorboard` is the folder used when `logger.tensorboard_dir` is not set.
-
-    W&B shows `config` next to the curves.
+def open_sinks(logger: Logger, *, metrics: Path, tensorboard: Path, first_step: int) -> list[Sink]:
+    """Open the files. `tensorboard` is the folder used when `logger.tensorboard_dir` is not set.
 
     Raises:
-        ConfigError: W&B is configured and cannot be used.
         StorageError: the disk is full; writes raise it, too.
     """
-    # W&B comes first: if it fails, the other sinks must not have dropped any steps yet.
-    sinks: list[Sink] = []
-    if logger.wandb.project is not None:
-        sinks.append(WandbSink(logger.wandb, folder=metrics.parent, config=config))
-    sinks.append(JsonlSink(metrics, first_step=first_step))
-    sinks.append(TensorBoardSink(Path(logger.tensorboard_dir or tensorboard), first_step=first_step))
-    return sinks
+    return [
+        JsonlSink(metrics, first_step=first_step),
+        TensorBoardSink(Path(logger.tensorboard_dir or tensorboard), first_step=first_step),
+    ]
 
 
 class JsonlSink:
@@ -88,6 +87,9 @@ class JsonlSink:
             self._file.write(json.dumps(self._newest) + "\n")
             # Flushed to the kernel, so that a killed process loses nothing.
             self._file.flush()
+
+    def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+        """Store nothing: `rollouts/` has all responses."""
 
     def close(self) -> None:
         self._file.close()
@@ -141,64 +143,37 @@ class TensorBoardSink:
                 self._writer.add_scalar(name, value, global_step=step)
             self._writer.flush()
 
+    def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+        with self._writing():
+            self._writer.add_text(f"samples/{name}", "\n\n".join(map(_text, samples)), global_step=step)
+            pictures = dict.fromkeys(path for sample in samples for path in sample.images)
+            for number, path in enumerate(pictures):
+                self._writer.add_image(f"samples/{name}/{number}", _pixels(path), global_step=step, dataformats="HWC")
+            self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
+
+
+def _text(sample: Sample) -> str:
+    """A sample in Markdown; a block that is indented by four spaces is code, in which nothing is markup."""
+    numbers = f"score {sample.score}, advantage {sample.advantage}, {sample.tokens} tokens"
+    blocks = (("prompt", sample.prompt), ("label", sample.label), ("response", sample.response))
+    code = "\n\n".join(
+        f"{title}:\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) for title, text in blocks
+    )
+    return f"{numbers}\n\n{code}\n\n---"
+
+
+def _pixels(path: Path) -> NDArray[np.uint8]:
+    """The image of a file as [height, width, 3], scaled down."""
+    with Image.open(path) as image:
+        small = image.convert("RGB")
+    small.thumbnail((_MAX_PIXELS, _MAX_PIXELS))
+    return np.asarray(small)
 
 
 def _excepthook(hook_args: threading.ExceptHookArgs, default_hook: Any = threading.excepthook) -> None:
     """Suppress the traceback of TensorBoard's writer thread: `TensorBoardSink.write` raises the same error."""
     if type(hook_args.thread).__name__ != "_AsyncWriterThread":
         default_hook(hook_args)
-
-
-class WandbSink:
-    """Weights & Biases. The run id is kept in the output folder, so that a resumed run continues the same W&B run.
-
-    W&B cannot replace logged steps: for a repeated step it keeps the first values.
-    """
-
-    def __init__(self, settings: Wandb, *, folder: Path, config: Mapping[str, Any]) -> None:
-        """Start or resume the run. Raises ConfigError when package or key are missing, or W&B refuses the run."""
-        wandb = usable_wandb()
-        try:
-            self._run = wandb.init(
-                project=settings.project,
-                entity=settings.org,
-                group=settings.group,
-                name=settings.run_name or folder.resolve().name,
-                id=_run_id(folder),
-                resume="allow",
-                dir=os.fspath(folder),
-                config=dict(config),
-            )
-        except wandb.errors.Error as error:
-            reason = " ".join(str(error).replace(os.environ.get(_KEY) or "\0", "...").split())
-            raise ConfigError(f"logger.wandb: W&B refused the run: {reason}") from None
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def usable_wandb() -> Any:
-    """Import wandb. Raises ConfigError when the package or its key is missing."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError(
-            "logger.wandb.project is set, but the package wandb is not installed: pip install wandb, or unset it"
-        ) from error
-    if not os.environ.get(_KEY) and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
-        raise ConfigError(
-            f"logger.wandb.project is set, but the environment variable {_KEY} is not: set it or WANDB_MODE=offline"
-        )
-    return wandb
-
-
-def _run_id(folder: Path) -> str:
-    file = folder / "wandb_id"
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
-    return file.read_text(encoding="utf-8").strip()

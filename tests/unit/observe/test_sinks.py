@@ -1,15 +1,13 @@
 import json
 import math
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from PIL import Image
 
-from vlmrl.config.ckpt import Logger, Wandb
-from vlmrl.errors import ConfigError
-from vlmrl.observe.sinks import JsonlSink, TensorBoardSink, WandbSink, open_sinks, read_metrics
+from vlmrl.config.ckpt import Logger
+from vlmrl.observe.samples import Sample
+from vlmrl.observe.sinks import JsonlSink, TensorBoardSink, open_sinks, read_metrics
 
 
 def write(file: Path, steps: range, *, first_step: int = 0, reward: float = 0.5) -> None:
@@ -90,10 +88,10 @@ def test_tensorboard_hides_repeated_steps_of_a_resumed_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("elsewhere", [None, "elsewhere"])
-def test_without_a_project_there_is_no_wandb(tmp_path: Path, elsewhere: str | None) -> None:
+def test_tensorboard_files_may_be_elsewhere(tmp_path: Path, elsewhere: str | None) -> None:
     logger = Logger(tensorboard_dir=None if elsewhere is None else str(tmp_path / elsewhere))
     folder = tmp_path / "tensorboard"
-    sinks = open_sinks(logger, metrics=tmp_path / "m.jsonl", tensorboard=folder, first_step=0, config={})
+    sinks = open_sinks(logger, metrics=tmp_path / "m.jsonl", tensorboard=folder, first_step=0)
     for sink in sinks:
         sink.write(1, {"reward/mean": 0.5})
         sink.close()
@@ -101,61 +99,20 @@ def test_without_a_project_there_is_no_wandb(tmp_path: Path, elsewhere: str | No
     assert {p.name for p in tmp_path.iterdir()} == {"m.jsonl", elsewhere or "tensorboard"}
 
 
-def test_missing_wandb_is_an_error_with_the_command_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        WandbSink(Wandb(project="p"), folder=tmp_path, config={})
+def test_tensorboard_has_samples_as_text_that_is_no_markup_and_images(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-
-class FakeWandb:
-    """Records the calls that it gets."""
-
-    def __init__(self) -> None:
-        self.runs: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.errors = SimpleNamespace(Error=RuntimeError)
-        self.refusal: str | None = None
-
-    def init(self, **settings: Any) -> Any:
-        if self.refusal is not None:
-            raise RuntimeError(self.refusal)
-        self.runs.append(settings)
-        return SimpleNamespace(log=lambda m, step: self.logged.append((step, m)), finish=lambda: None)
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    return fake
-
-
-@pytest.mark.usefixtures("wandb")
-def test_wandb_needs_its_key_in_the_environment(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
-        WandbSink(Wandb(project="p"), folder=tmp_path, config={})
-
-
-def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    for step in (1, 2):
-        sink = WandbSink(Wandb(project="p", org="team"), folder=tmp_path, config={"a": 1})
-        sink.write(step, {"reward/mean": 0.5})
-        sink.close()
-    assert wandb.runs[0] == wandb.runs[1]
-    assert wandb.runs[0]["name"] == tmp_path.name
-    assert wandb.logged == [(1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.5})]
-    assert "secret" not in str(wandb.runs)
-
-
-def test_an_error_of_wandb_never_shows_the_key(
-    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    wandb.refusal = "bad key\nsecret"
-    with pytest.raises(ConfigError, match=r"refused the run: bad key \.\.\.$"):
-        WandbSink(Wandb(project="p"), folder=tmp_path, config={})
+    Image.new("RGB", (1200, 600), "red").save(tmp_path / "a.png")
+    hostile = "</pre><img src=x onerror=alert(1)>\n# 1"
+    sample = Sample("How many?", "3", hostile, 0.5, None, 7, (tmp_path / "a.png",))
+    sink = TensorBoardSink(tmp_path / "tensorboard", first_step=0)
+    sink.write_samples(4, "train", [sample, sample])
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (text,) = events.Tensors("samples/train/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert text.step == 4
+    assert "\n    </pre><img src=x onerror=alert(1)>\n    # 1" in shown
+    assert shown.startswith("score 0.5, advantage None, 7 tokens")
+    (image,) = events.Images("samples/train/0")
+    assert (image.width, image.height) == (512, 256)
