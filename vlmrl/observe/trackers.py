@@ -99,11 +99,15 @@ class WandbTracker:
         self._run.log({**metrics, "step": step})
 
     def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
-        table = self._wandb.Table(columns=["step", *COLUMNS])
+        # A column for each image: W&B does not store images that are in a list.
+        num_images = max((len(sample.images) for sample in samples), default=0)
+        table = self._wandb.Table(columns=["step", *COLUMNS[:-1], *(f"image {n}" for n in range(1, num_images + 1))])
         for sample in samples:
             images = [self._wandb.Image(os.fspath(path)) for path in sample.images]
-            table.add_data(step, *sample[:-1], images)
-        self._run.log({f"samples/{name}": table, "step": step})
+            table.add_data(step, *sample[:-1], *images, *[None] * (num_images - len(images)))
+        paths = dict.fromkeys(path for sample in samples for path in sample.images)
+        pictures = [self._wandb.Image(os.fspath(path)) for path in paths]
+        self._run.log({f"samples/{name}": table, f"samples/{name}/images": pictures, "step": step})
 
     def close(self) -> None:
         self._run.finish()

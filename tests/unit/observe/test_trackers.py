@@ -127,9 +127,12 @@ def test_wandb_gets_metrics_samples_and_the_step_as_axis(tmp_path: Path, wandb: 
     plain = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in wandb.logged]
     assert plain[0] == {"step": 1, "reward/mean": 0.25}, "NaN is left out"
     assert plain[1] == {"step": 2, "reward/mean": 0.5, "policy/loss": 0.1, "eval/toy/pass@1": 0.5}
-    assert [sorted(row) for row in plain[2:4]] == [["samples/train", "step"], ["samples/toy", "step"]]
+    assert [sorted(row) for row in plain[2:4]] == [
+        [f"samples/{name}", f"samples/{name}/images", "step"] for name in ("train", "toy")
+    ]
+    assert plain[2]["samples/train/images"] == ["a.png"], "an image that samples share is sent once"
     table = plain[2]["samples/train"]
-    assert table.data[0] == (2, "How many?", "3", f"{HOSTILE} 1", 1.0, 0.5, 7, ["a.png"])
+    assert table.data[0] == (2, "How many?", "3", f"{HOSTILE} 1", 1.0, 0.5, 7, "a.png")
     assert ("*", {"step_metric": "step"}) in wandb.axes
     assert "secret" not in str(wandb.runs)
 
