@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -44,12 +44,13 @@ Reinforcement learning of language and vision-language models.
   serve          serve a model to agents, by OpenAI's chat completions
   serve-rm       reward server: scores responses over HTTP, by a reward model or by your own function
   merge          merge an adapter into its base, as a complete model
+  push           upload a run's model to the Hugging Face Hub, with its model card
   doctor         report what this machine has, what works on it, and how to fix what does not;
                  with --self-test: check it with tiny models, in about two minutes;
                  with --config FILE.yaml: estimate the memory of a run's roles, and whether they fit
 
 `vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft, rm, dpo, eval and generate checks them and prints
-the plan; `--quiet` prints only warnings, errors and results of a run.
+the plan; on push it lists the files. `--quiet` prints only warnings, errors and results of a run.
 """
 
 _GRACE_S = 60.0
@@ -72,6 +73,7 @@ _ELSEWHERE = {
     "evaluate": "vlmrl eval does it",
     "batch_inference": "vlmrl generate does it",
     **dict.fromkeys(("serve_rm", "serve-reward"), "vlmrl serve-rm does it"),
+    **dict.fromkeys(("upload", "push_to_hub"), "vlmrl push does it"),
     **dict.fromkeys(("export", "merge_lora", "lora_combiner"), "vlmrl merge does it"),
     **dict.fromkeys(("env", "check", "self-test", "selftest"), "vlmrl doctor does it"),
 }
@@ -112,7 +114,7 @@ def _run_of(config: str, function: str) -> Callable[[list[str]], int]:
     it. Both are `module:name`, imported when the verb is called."""
 
     def run(words: list[str]) -> int:
-        if (arguments := _parse(_imported(config), words, is_run=True)) is not None:
+        if (arguments := _parse(_imported(config), words, switches=("--dry-run", "--quiet"))) is not None:
             with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
                 _imported(function)(arguments.config, dry_run=arguments.dry_run, is_quiet=arguments.is_quiet)
         return 0
@@ -236,6 +238,16 @@ def _merge(words: list[str]) -> int:
     return 0
 
 
+def _push(words: list[str]) -> int:
+    from vlmrl.config.push import PushConfig, full_names
+
+    if (arguments := _parse(PushConfig, full_names(words), switches=("--dry-run",))) is not None:
+        from vlmrl.commands.push import push
+
+        push(arguments.config, dry_run=arguments.dry_run)
+    return 0
+
+
 def _serve_rm(words: list[str]) -> int:
     from vlmrl.config.serving import ServeConfig
 
@@ -336,6 +348,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "serve-rm": _serve_rm,
     "merge": _merge,
+    "push": _push,
     "doctor": _doctor,
 }
 
@@ -349,18 +362,17 @@ class _Arguments(Generic[Config]):
     is_quiet: bool
 
 
-def _parse(kind: type[Config], words: list[str], *, is_run: bool = False) -> _Arguments[Config] | None:
+def _parse(kind: type[Config], words: list[str], *, switches: Collection[str] = ()) -> _Arguments[Config] | None:
     """Load the settings and prepare this process for heavy imports; on `--help` print the help and return None."""
     if "--help" in words or "-h" in words:
         from vlmrl.config.help import help_text
 
-        print(help_text(kind, is_run=is_run), flush=True)
+        print(help_text(kind, switches=switches), flush=True)
         return None
     from vlmrl.config.load import load
 
-    switches = {"--dry-run", "--quiet"} if is_run else set()
     config = load(kind, [word for word in words if word not in switches])
-    given = switches.intersection(words)
+    given = {word for word in words if word in switches}
     startup.prepare()
     return _Arguments(config, dry_run="--dry-run" in given, is_quiet="--quiet" in given)
 

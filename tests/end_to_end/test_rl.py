@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 from recipes import read_metrics, recipe, steps_of
 
 from vlmrl import startup
@@ -105,6 +106,9 @@ def test_the_quickstart_in_short(example: str, warm_model: str, tmp_path: Path) 
     train_rl(load(RlConfig, recipe(f"counting_tiny/{example}.yaml", warm_model, out, **flags)))
     assert [line["step"] for line in read_metrics(out) if "eval/visual_math/pass@1" in line] == [0, 2]
     assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps_of(out))
+    card = ModelCard(next(out.glob("*/README.md")).read_text())
+    assert "`sync/logprob_diff_max`" in card.text
+    assert "![Curves of the run](curves.png)" in card.text
     if example == "quickstart":
         check_loads_in_plain_programs(out / "model", tmp_path)
 

@@ -91,7 +91,7 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
     [
         (
             ["zzz"],
-            "vlmrl: no such verb: zzz; there are rl, sft, rm, dpo, eval, generate, bench, serve, serve-rm, merge, doct",
+            "vlmrl: no such verb: zzz; there are rl, sft, rm, dpo, eval, generate, bench, serve, serve-rm, merge, push",
         ),
         (
             ["train"],

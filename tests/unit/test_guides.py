@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.config.load import load
+from vlmrl.config.push import PushConfig, full_names
 from vlmrl.config.verb_list import VERBS
 from vlmrl.config.verbs import RlConfig
 
@@ -113,6 +114,7 @@ def check_vlmrl(words: list[str]) -> None:
     else:
         kind = next(kind for kind in VERBS if words[: len(kind.verb.split())] == kind.verb.split())
         flags = [word for word in words[len(kind.verb.split()) :] if word != "--dry-run"]
+        flags = full_names(flags) if kind is PushConfig else flags
     load(kind, flags)
 
 

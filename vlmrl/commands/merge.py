@@ -15,6 +15,7 @@ from vlmrl.config.data import Columns
 from vlmrl.config.names import is_given
 from vlmrl.config.verbs import MergeConfig
 from vlmrl.errors import ConfigError
+from vlmrl.hub.merged_card import write_merged_card
 from vlmrl.models.adapter_files import StoredAdapter, check_base, read_adapter
 from vlmrl.models.adapter_plan import PREFIX
 from vlmrl.models.load import load_model
@@ -42,6 +43,8 @@ def merge(config: MergeConfig) -> None:
     stored = read_adapter(config.merge.adapter, flag="merge.adapter")
     path = _base(config, stored)
     write_merged(config, stored, path, output)
+    with writing("the merged model", output):
+        write_merged_card(Path(config.merge.adapter).expanduser(), path, output)
     line = f"merged {len(stored.targets)} layers of {config.merge.adapter} into {path}: {output}"
     Console().print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -30,10 +30,11 @@ from vlmrl.commands.preflight import (
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.num_steps import last_step_from
-from vlmrl.config.stages import DpoConfig, SamplingConfig, SftConfig
+from vlmrl.config.stages import DpoConfig, SamplingConfig, SftConfig, SupervisedConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, GenerateConfig, RlConfig
 from vlmrl.errors import ConfigError
+from vlmrl.hub.model_card import write_cards
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.lock import refuse_if_locked, run_lock
 from vlmrl.observe.log import run_log
@@ -171,6 +172,8 @@ def run_session(
         report = RunReport(
             folder, logger=logger, config=settings, title=title, start_times=start_times, is_quiet=is_quiet
         )
+        if isinstance(config, RlConfig | SupervisedConfig):
+            outer.callback(write_cards, config, folder, report.say)  # with the last curves
         outer.callback(report.finish_drawing)  # it goes on while the roles and Ray stop
         machines = outer.enter_context(session())
         check_hardware(config, machines, adapter)

@@ -36,14 +36,14 @@ def _lines(config: VerbConfig, section: Section, prefix: str, *, depth: int) -> 
         elif prefix + name in config.omits:
             continue
         elif prefix + name in unread:
-            yield f"{indent}# {name}: {_inline(value)}  # not read: {unread[prefix + name]}"
+            yield f"{indent}# {name}: {inline(value)}  # not read: {unread[prefix + name]}"
         else:
             resolved = _resolved(config, prefix + name) if value is None else None
-            yield f"{indent}{name}: {_inline(value)}" + (f"  # {resolved}" if resolved is not None else "")
+            yield f"{indent}{name}: {inline(value)}" + (f"  # {resolved}" if resolved is not None else "")
 
 
-def _inline(value: Any) -> str:
-    """Format a value as one line of YAML."""
+def inline(value: Any) -> str:
+    """Format a setting's value as one line of YAML."""
     plain = list(value) if isinstance(value, tuple) else value
     # In single quotes a line break would be one in the file, too, and end a comment.
     style = '"' if isinstance(value, str) and "\n" in value else None

@@ -6,7 +6,7 @@ The help texts are the docstrings below the fields of the sections (`train.py`, 
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -18,12 +18,19 @@ from vlmrl.config.verb_base import VerbConfig
 _PLAIN = {str: "TEXT", int: "INT", float: "NUMBER"}
 
 
-def help_text(kind: type[VerbConfig], *, is_run: bool) -> str:
-    """Format the output of `vlmrl VERB --help`."""
+SWITCHES = {
+    "--dry-run": "Check all that can be checked without starting or sending anything, print the plan, and stop.",
+    "--quiet": "Print only warnings, errors and results: no panel, no line per step, no tables.",
+}
+"""Words of some verbs that are no settings."""
+
+
+def help_text(kind: type[VerbConfig], *, switches: Collection[str] = ()) -> str:
+    """Format the output of `vlmrl VERB --help`, of a verb that has these switches."""
     width = min(shutil.get_terminal_size().columns, 110)
-    switches = " [--dry-run] [--quiet]" if is_run else ""
+    words = "".join(f" [{switch}]" for switch in switches)
     lines = [
-        f"usage: vlmrl {kind.verb} [--config FILE.yaml ...] [--section.setting VALUE ...]{switches}",
+        f"usage: vlmrl {kind.verb} [--config FILE.yaml ...] [--section.setting VALUE ...]{words}",
         "",
         inspect.cleandoc(kind.__doc__ or ""),
         "",
@@ -36,13 +43,8 @@ def help_text(kind: type[VerbConfig], *, is_run: bool) -> str:
         "  --config FILE.yaml",
         "      Settings by section, `section: {setting: value}`. May be given several times.",
     ]
-    if is_run:
-        lines += [
-            "  --dry-run",
-            "      Check all that can be checked without starting an engine, print the plan, and stop.",
-            "  --quiet",
-            "      Print only warnings, errors and results: no panel, no line per step, no tables.",
-        ]
+    for switch in switches:
+        lines += [f"  {switch}", f"      {SWITCHES[switch]}"]
     lines += ["  --help", "      This text."]
     for name, field in kind.model_fields.items():
         section = subsection(field)

@@ -1,13 +1,14 @@
 """All verbs of the command line."""
 
 from vlmrl.config import bench_verbs as bench
+from vlmrl.config.push import PushConfig
 from vlmrl.config.serving import PolicyServeConfig, ServeConfig
 from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verbs import EvalConfig, GenerateConfig, MergeConfig, RlConfig
 
 VERBS: tuple[type[VerbConfig], ...] = (
-    *(RlConfig, SftConfig, RmConfig, DpoConfig, EvalConfig, GenerateConfig, MergeConfig, PolicyServeConfig),
+    *(RlConfig, SftConfig, RmConfig, DpoConfig, EvalConfig, GenerateConfig, MergeConfig, PushConfig, PolicyServeConfig),
     ServeConfig,
     *(bench.SyncBench, bench.RolloutBench, bench.AgentsBench, bench.AsyncBench),
     *(bench.StepBench, bench.SftBench, bench.DpoBench, bench.LogprobsBench),

@@ -11,7 +11,7 @@ def test_help_lists_every_setting_once_with_its_docstring(
     kind: type[VerbConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = help_text(kind, is_run=False)
+    text = help_text(kind)
     assert max(map(len, text.splitlines())) < 120
     flat = " ".join(text.split())
     for name, field in kind.settings().items():
@@ -22,7 +22,7 @@ def test_help_lists_every_setting_once_with_its_docstring(
 
 
 def test_help_shows_type_and_default() -> None:
-    text = help_text(RlConfig, is_run=True)
+    text = help_text(RlConfig, switches=("--dry-run", "--quiet"))
     assert "--dry-run" in text
     assert "  --actor.model_name_or_path TEXT  (required)\n" in text
     assert "  --actor.adam.lr NUMBER = 1e-06\n" in text
@@ -36,6 +36,6 @@ def test_help_shows_type_and_default() -> None:
 
 
 def test_omitted_settings_are_not_in_the_help() -> None:
-    text = help_text(EvalConfig, is_run=True)
+    text = help_text(EvalConfig, switches=("--dry-run", "--quiet"))
     assert "adam" not in text
     assert "bucket_mib" not in text

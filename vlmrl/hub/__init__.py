@@ -1,0 +1,1 @@
+"""Model cards, and upload to the Hugging Face Hub."""
