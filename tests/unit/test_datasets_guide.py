@@ -30,7 +30,7 @@ from vlmrl.rewards.function_worker import declare
 from vlmrl.system.user_function import load_function
 
 GUIDE = Path(__file__).parents[2] / "datasets" / "README.md"
-SETTINGS_GUIDE = Path(__file__).parents[2] / "vlmrl" / "config" / "README.md"
+FROM_OTHERS = Path(__file__).parents[2] / "examples"
 _BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _OF_THE_TRAINER = {"reward_funcs"}
 
@@ -156,19 +156,20 @@ def test_the_batched_rewards_have_the_signatures_of_their_trainers(folder: Path)
     assert result == {"rewards": [1.0, 0.0], "scores": [1.0, 0.0], "extra_logs": {"right": 0.5}}
 
 
-def rows_of_table(title: str) -> list[tuple[list[str], list[str]]]:
-    """The names in the first two columns of the table under a title."""
-    section = SETTINGS_GUIDE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+def rows_of_table(library: str) -> list[tuple[list[str], list[str]]]:
+    """The names in the first two columns of the table of settings in the guide for users of a library."""
+    guide = (FROM_OTHERS / f"from_{library}" / "README.md").read_text()
+    section = guide.partition("## Settings\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     return [
         (re.findall(r"`([^`]+)`", line.split("|")[1]), re.findall(r"`([^`]+)`", line.split("|")[2])) for line in lines
     ]
 
 
-@pytest.mark.parametrize("title", ["Coming from TRL", "Coming from OpenRLHF"])
-def test_settings_in_the_tables_exist(title: str) -> None:
+@pytest.mark.parametrize("library", ["trl", "openrlhf"])
+def test_settings_in_the_tables_exist(library: str) -> None:
     known = {name for verb in VERBS for name in verb.settings()}
-    table = rows_of_table(title)
+    table = rows_of_table(library)
     assert len(table) > 15
     assert not [name for _, ours in table for name in ours if name not in known]
 
@@ -176,14 +177,14 @@ def test_settings_in_the_tables_exist(title: str) -> None:
 def test_the_names_of_trl_exist() -> None:
     trl = pytest.importorskip("trl")
     known = {field.name for kind in (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments) for field in fields(kind)}
-    theirs = [name for names, _ in rows_of_table("Coming from TRL") for name in names]
+    theirs = [name for names, _ in rows_of_table("trl") for name in names]
     assert not [name for name in theirs if name not in known | _OF_THE_TRAINER]
     assert len(theirs) == len(set(theirs))
 
 
 def test_the_openrlhf_table_is_complete_and_its_names_exist() -> None:
     listed = (Path(__file__).parent / "config" / "openrlhf_flags.txt").read_text().split()
-    theirs = [name for names, _ in rows_of_table("Coming from OpenRLHF") for name in names]
+    theirs = [name for names, _ in rows_of_table("openrlhf") for name in names]
     assert not [name for name in theirs if name not in listed]
     assert {name for name, reason in REFUSED.items() if reason.startswith("replaced by")} <= set(theirs)
 

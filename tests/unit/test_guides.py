@@ -8,25 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from guide_commands import GUIDES, ROOT, commands
 
 from vlmrl.config.load import load
 from vlmrl.config.push import PushConfig, full_names
 from vlmrl.config.verb_list import VERBS
 from vlmrl.config.verbs import RlConfig
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = [
-    folder
-    for pattern in ("[a-z]*/", "vlmrl/*/", "vlmrl/agents/*/", "tests/*/")
-    for folder in ROOT.glob(pattern)
-    if not folder.is_symlink()
-]
-GUIDES = sorted(
-    str(path.relative_to(ROOT)) for path in (folder / "README.md" for folder in (ROOT, *FOLDERS)) if path.exists()
-)
 DOCUMENTS = [*GUIDES, "CONTRIBUTING.md"]
-SNIPPETS_RUN_ELSEWHERE = "datasets/README.md"
-"""Its commands use files of the page: see test_datasets_guide.py."""
 SETTINGS = {name for verb in VERBS for name in verb.settings()}
 SECTIONS = {section for verb in VERBS for section in verb.sections()}
 
@@ -45,20 +34,16 @@ def spans(document: str) -> list[str]:
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(document))]
 
 
-def command_lines(document: str) -> list[str]:
-    """The lines of the code blocks, joined at backslashes, without comments."""
-    blocks = re.findall(r"^```bash\n(.*?)^```$", text(document), re.DOTALL | re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [stripped for line in lines if (stripped := line.partition(" #")[0].strip())]
-
-
 def anchors(document: Path) -> set[str]:
     """The names that GitHub gives to the headings."""
     titles = re.findall(r"^#+ (.*)$", prose(str(document.relative_to(ROOT))), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-COMMANDS = [(guide, line) for guide in GUIDES if guide != SNIPPETS_RUN_ELSEWHERE for line in command_lines(guide)]
+COMMANDS = [
+    (guide, command.line) for guide in GUIDES for command in commands(guide) if not command.uses_files_of_the_page
+]
+"""Without those of datasets/README.md that use files of the page: see test_datasets_guide.py."""
 
 
 def test_each_subject_has_its_guide() -> None:
@@ -120,13 +105,13 @@ def check_vlmrl(words: list[str]) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_settings_that_are_named_exist(document: str) -> None:
-    lists = (ROOT / "tests/unit/config").glob("openrlhf*_flags.txt")
-    of_openrlhf = {name for path in lists for name in path.read_text().split()}
+    lists = (ROOT / "tests/unit/config").glob("*_[fs]*s.txt")
+    of_others = {name for path in lists for name in path.read_text().split()}
     for span in spans(document):
         for dashes, name in re.findall(r"(?<![\w./-])(--)?((?:[a-z]\w*\.)+\w+)(?![\w./(])", span):
             section = name.partition(".")[0]
             if dashes or (section in SECTIONS and Path(name).suffix not in (".py", ".yaml", ".tsv", ".md")):
-                assert name in SETTINGS | SECTIONS | of_openrlhf, f"{span}: no setting {name}"
+                assert name in SETTINGS | SECTIONS | of_others, f"{span}: no setting {name}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

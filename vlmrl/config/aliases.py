@@ -44,7 +44,7 @@ _REPORT_TO = (
     "and metrics.jsonl are always written"
 )
 _CHAT_TOKENS = "never: a model's own chat template and tokenizer are used as they are"
-_NO_HUB = "never: nothing is pushed to the Hub; the final model lies in model/ of ckpt.output_dir"
+_NO_HUB = "replaced by vlmrl push, which uploads the model of a finished run with its card"
 _NO_TRUNCATION = "never: a prompt that is too long is dropped and counted, not cut (data.max_len)"
 _LAUNCHER = "never: there is no outside launcher; vlmrl starts actor.num_nodes x actor.num_gpus_per_node ranks"
 
