@@ -22,6 +22,7 @@ class Run(NamedTuple):
 
 RECIPE = "end_to_end/test_recipes.py::test_a_recipe_runs"
 BENCH = "end_to_end/test_bench.py"
+SCRIPT = "end_to_end/test_benchmark_scripts.py::test_a_script_runs"
 RUNS = [
     Run("README.md", "make quickstart", "end_to_end/test_rl.py::test_the_quickstart_in_short"),
     Run("README.md", "make quickstart-qlora", "end_to_end/test_rl.py::test_the_quickstart_in_short"),
@@ -55,15 +56,15 @@ RUNS = [
     Run("vlmrl/rewards/README.md", "VLMRL_RM_TOKEN=... vlmrl serve-rm *", "end_to_end/test_reward_server.py"),
     Run("tests/benchmarks/README.md", "python -m vlmrl.models.tiny *", "unit/models/test_tiny.py"),
     Run("tests/benchmarks/README.md", "vlmrl bench *", BENCH),
+    Run("tests/benchmarks/README.md", "python tests/benchmarks/divergence_memory.py *", SCRIPT),
+    Run("tests/benchmarks/README.md", "python tests/benchmarks/advantages.py", SCRIPT),
 ]
 """The first that fits counts."""
 BY_HAND = {
     "python tests/benchmarks/compare_layouts.py *",
     "python tests/benchmarks/compare_trl.py *",
     "python tests/benchmarks/compare_trl_sft.py *",
-    "python tests/benchmarks/divergence_memory.py *",
     "python tests/benchmarks/reward_overlap.py",
-    "python tests/benchmarks/advantages.py",
 }
 """Measurements of minutes: the guide has their results with the machine."""
 ALL = [command for guide in GUIDES for command in commands(guide)]

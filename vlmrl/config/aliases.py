@@ -44,7 +44,7 @@ _REPORT_TO = (
     "and metrics.jsonl are always written"
 )
 _CHAT_TOKENS = "never: a model's own chat template and tokenizer are used as they are"
-_NO_HUB = "replaced by vlmrl push, which uploads the model of a finished run with its card"
+_UPLOAD = "a model is uploaded after its run, with its card: vlmrl push RUN --repo NAME"
 _NO_TRUNCATION = "never: a prompt that is too long is dropped and counted, not cut (data.max_len)"
 _LAUNCHER = "never: there is no outside launcher; vlmrl starts actor.num_nodes x actor.num_gpus_per_node ranks"
 
@@ -325,7 +325,7 @@ _HUGGING_FACE = _table("""
     "fsdp": _is("ds.zero_stage", "3 shards weights, gradients and optimizer"),
     "gradient_accumulation_steps": _is("train.batch_size", _OPTIMIZER_BATCH),
     "gradient_checkpointing_kwargs": _is("actor.gradient_checkpointing_reentrant"),
-    "hub_model_id": _none(_NO_HUB),
+    "hub_model_id": _is("push.repo", _UPLOAD),
     "load_best_model_at_end": _is("ckpt.best_metric_key", "the best model by that metric stays in best/"),
     "load_in_8bit": _is("ds.load_in_4bit", "there is no training on 8 bits"),
     "logging_dir": _is("logger.tensorboard_dir"),
@@ -341,7 +341,7 @@ _HUGGING_FACE = _table("""
     "overwrite_output_dir": _none("never: a folder that holds a run is not written over; give another ckpt.output_dir"),
     "per_device_eval_batch_size": _none("never: all evaluation prompts go to the engines at once"),
     "per_device_train_batch_size": _is("train.batch_size", _OPTIMIZER_BATCH),
-    "push_to_hub": _none(_NO_HUB),
+    "push_to_hub": _is("push.repo", _UPLOAD),
     "remove_unused_columns": _none("never: other columns go to the reward function as metadata"),
     "report_to": _is("logger.wandb.project", _REPORT_TO),
     "resume_from_checkpoint": _is("ckpt.load_enable", "it continues from the last checkpoint in ckpt.output_dir"),
