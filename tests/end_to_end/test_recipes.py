@@ -91,7 +91,7 @@ def shortened(config: VerbConfig) -> dict[str, Any]:
         if config.has_critic:
             short["critic.freezing_steps"] = -1
     elif config.verb == "generate":
-        short = {"data.max_samples": 4, "rollout.batch_size": 4}
+        short = {"data.max_samples": 8, "rollout.batch_size": 4}
     else:
         short |= {"train.batch_size": 4}
     return {name: value for name, value in short.items() if name in type(config).settings()}
