@@ -43,6 +43,7 @@ Reinforcement learning of language and vision-language models.
   bench logprobs time and memory of log-probs with and without [T, V] logits
   serve          serve a model to agents, by OpenAI's chat completions
   serve-rm       reward server: scores responses over HTTP, by a reward model or by your own function
+  report         one page to look at of runs: curves, responses beside their images, checks, settings
   merge          merge an adapter into its base, as a complete model
   push           upload a run's model to the Hugging Face Hub, with its model card
   doctor         report what this machine has, what works on it, and how to fix what does not;
@@ -71,6 +72,7 @@ _ELSEWHERE = {
     "train_dpo": "vlmrl dpo does it",
     **{name: f"vlmrl dpo does it, with --dpo.loss {name}" for name in ("ipo", "kto", "orpo", "simpo", "bco", "mpo")},
     "evaluate": "vlmrl eval does it",
+    **dict.fromkeys(("view", "show", "dashboard", "ui"), "vlmrl report does it"),
     "batch_inference": "vlmrl generate does it",
     **dict.fromkeys(("serve_rm", "serve-reward"), "vlmrl serve-rm does it"),
     **dict.fromkeys(("upload", "push_to_hub"), "vlmrl push does it"),
@@ -248,6 +250,18 @@ def _push(words: list[str]) -> int:
     return 0
 
 
+def _report(words: list[str]) -> int:
+    from vlmrl.config.report import ReportConfig
+
+    num_runs = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    runs, flags = words[:num_runs], ["--report.serve" if word == "--serve" else word for word in words[num_runs:]]
+    if (arguments := _parse(ReportConfig, [*(("--report.runs", *runs) if runs else ()), *flags])) is not None:
+        from vlmrl.commands.report import report
+
+        report(arguments.config)
+    return 0
+
+
 def _serve_rm(words: list[str]) -> int:
     from vlmrl.config.serving import ServeConfig
 
@@ -345,6 +359,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "eval": _run_of("vlmrl.config.verbs:EvalConfig", "vlmrl.commands.evaluate:evaluate"),
     "generate": _run_of("vlmrl.config.verbs:GenerateConfig", "vlmrl.commands.generate:generate"),
     "bench": _bench,
+    "report": _report,
     "serve": _serve,
     "serve-rm": _serve_rm,
     "merge": _merge,

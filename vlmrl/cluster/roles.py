@@ -89,9 +89,17 @@ def placement_table(places: Mapping[str, Sequence[Place]], machines: Session) ->
     table = Table(title="placement")
     for column in ("role", "workers", f"{machines.unit}s, node:number, of {sum(machines.slots)}"):
         table.add_column(column)
-    for role, workers in places.items():
-        table.add_row(role, str(len(workers)), " ".join(f"{p.node}:{_slots(p, machines)}" for p in workers))
+    for row in placement_rows(places, machines):
+        table.add_row(*row)
     return table
+
+
+def placement_rows(places: Mapping[str, Sequence[Place]], machines: Session) -> list[tuple[str, str, str]]:
+    """Return role, number of workers, and where they are, of each role."""
+    return [
+        (role, str(len(workers)), " ".join(f"{p.node}:{_slots(p, machines)}" for p in workers))
+        for role, workers in places.items()
+    ]
 
 
 def _slots(place: Place, machines: Session) -> str:

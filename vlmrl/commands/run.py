@@ -11,7 +11,7 @@ from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.machine_watch import watch_machines
 from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.roles import placement_table, plan_arguments
+from vlmrl.cluster.roles import placement_rows, placement_table, plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import check_devices
 from vlmrl.cluster.worker_deaths import report_deaths
@@ -42,6 +42,7 @@ from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.start_times import StartTimes
 from vlmrl.plugins import Processor, processor_of
+from vlmrl.report.background import BackgroundReport
 from vlmrl.rewards.rewarder import check_functions
 from vlmrl.system.atomic_folders import checkpoints
 from vlmrl.system.stops import kill_and_exit
@@ -169,8 +170,15 @@ def run_session(
         outer.enter_context(run_lock(folder.root, on_lost=lambda line: kill_and_exit(line, 2), notify=print))
         check_folder(config, folder)  # again: another run may have held the lock until now, and written there
         settings = config.model_dump(mode="json")
+        page = BackgroundReport(folder.root) if isinstance(config, TrainingConfig) and logger.report else None
         report = RunReport(
-            folder, logger=logger, config=settings, title=title, start_times=start_times, is_quiet=is_quiet
+            folder,
+            logger=logger,
+            config=settings,
+            title=title,
+            start_times=start_times,
+            is_quiet=is_quiet,
+            page=page,
         )
         if isinstance(config, RlConfig | SupervisedConfig):
             outer.callback(write_cards, config, folder, report.say)  # with the last curves
@@ -192,6 +200,7 @@ def run_session(
             report,
         ):
             report.say(placement_table(places, machines))
+            report.note(placement=placement_rows(places, machines), unit=f"{machines.unit}s, node:number")
             for line in (*format_checkpoint_plan(config), *warnings):
                 report.say(line)
             is_async = isinstance(config, RlConfig) and config.train.queue_size > 0

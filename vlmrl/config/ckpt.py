@@ -33,6 +33,8 @@ class Logger(Section):
     """Steps between lines of metrics."""
     rollouts: bool = True
     """Write every prompt, response and reward under `rollouts/`."""
+    report: bool = True
+    """Write `report.html`, the run to look at, every few steps and at the end."""
     tensorboard_dir: str | None = None
     """TensorBoard folder; by default `tensorboard/` in the output folder."""
     sample_steps: StepInterval = 10

@@ -109,6 +109,16 @@ def refuse_if_locked(folder: Path) -> None:
         raise _in_use(folder, holder)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a run holds the folder, as far as one look can tell: of a run on another machine, by the last touch."""
+    holder = _read(folder / NAME)
+    if holder is None or holder.is_gone is not None:
+        return holder is not None and not holder.is_gone
+    with suppress(OSError):  # the run ended meanwhile
+        return time.time() - (folder / NAME).stat().st_mtime < _STALE_S
+    return False
+
+
 def _take(file: Path, mine: Holder, *, notify: Callable[[str], None], stale_s: float) -> None:
     while not _create(file, mine):
         holder = _read(file)

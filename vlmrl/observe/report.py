@@ -1,4 +1,4 @@
-"""Report each step's metrics to the terminal, the metrics files and the plot."""
+"""Report each step's metrics to the terminal, the metrics files, the plot and the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Protocol, Self
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from vlmrl.config.ckpt import Logger
 from vlmrl.errors import StorageError
+from vlmrl.observe.facts import RunFacts
 from vlmrl.observe.plots import draw_curves
 from vlmrl.observe.progress import Progress
 from vlmrl.observe.run_folder import RunFolder
@@ -27,16 +28,32 @@ from vlmrl.types import Metrics
 
 _DRAW_EVERY = 10
 """Steps between two drawings of curves.png: a drawing takes about a second."""
+_PAGE_LIMIT_S = 60.0
+"""Longest wait for the page at the end of a run."""
+
+
+class Page(Protocol):
+    """The page of a run, which is made beside it. Failures are returned."""
+
+    def refresh(self) -> str | None:
+        """Begin to make it, unless it was made a short time ago; return why an earlier one failed."""
+
+    def finish_soon(self) -> None:
+        """Begin to make the last one."""
+
+    def wait(self, timeout_s: float) -> str | None:
+        """Wait for the last one; return why it failed."""
 
 
 class RunReport:
-    """Terminal output, metrics files and plot of a run. Use as a context manager around the run.
+    """Terminal output, metrics files, plot and page of a run. Use as a context manager around the run.
 
-    Its end only begins the last drawing of the plot: call `finish_drawing` when all else has ended.
+    Its end only begins the last drawing of the plot and the last page: call `finish_drawing` when all else has ended.
 
     Args:
         start_times: those of the phases that have ended; the last one ends with `begin`.
         is_quiet: print warnings, errors and results only.
+        page: None: the run writes none.
     """
 
     def __init__(
@@ -48,6 +65,7 @@ class RunReport:
         title: str,
         start_times: StartTimes | None = None,
         is_quiet: bool = False,
+        page: Page | None = None,
     ) -> None:
         self._folder = folder
         self._logger = logger
@@ -56,6 +74,9 @@ class RunReport:
         self._sinks: list[Sink] = []
         self._trackers: list[OnlyNew] = []
         self._start_times = start_times or StartTimes()
+        self._page = page
+        self._facts = RunFacts(folder.facts)
+        self._first_step = 1
         self._is_plot_current = True
         self._drawing: Future[None] | None = None
         """The last drawing of the plot, in a thread."""
@@ -75,15 +96,24 @@ class RunReport:
             self._try(sink.close, f"{type(sink).__name__} did not close")
         for tracker in self._trackers:
             self._try(tracker.close, f"{_name(tracker)} did not close")
+        self._note_end(error)
         if not self._is_plot_current:
             pool = ThreadPoolExecutor(max_workers=1)
             self._drawing = pool.submit(draw_curves, self._folder.metrics, self._folder.curves)
             pool.shutdown(wait=False)
+        if self._page is not None and self._sinks:
+            self._page.finish_soon()
 
     def finish_drawing(self) -> None:
-        """Wait for the last drawing of the plot, which takes seconds where matplotlib is not imported yet."""
+        """Wait for the last drawing of the plot and the last page, which take seconds where nothing is imported yet."""
         if self._drawing is not None:
             self._is_plot_current = self._try(self._drawing.result, self._plot_failure)
+        if self._page is not None:
+            self._say_failure(self._page.wait(_PAGE_LIMIT_S))
+
+    def note(self, **facts: Any) -> None:
+        """Keep facts of the run for its page, such as its placement."""
+        self._try(lambda: self._facts.note(**facts), "facts.json could not be written")
 
     def say(self, message: RenderableType) -> None:
         """Print a message."""
@@ -103,6 +133,8 @@ class RunReport:
             tensorboard=self._folder.tensorboard,
             first_step=done + 1 if done else 0,
         )
+        self._first_step = done + 1
+        self.note(total_steps=total_steps, done=done)
         self._start_times.end("roles")
         self._progress.begin(total_steps=total_steps, done=done)
 
@@ -128,6 +160,8 @@ class RunReport:
             self._write_samples(step, of_step=is_sampled and self._logger.rollouts, of_evaluations=evaluated)
         if step % _DRAW_EVERY == 0:
             self._draw()
+        if self._page is not None and (step % _DRAW_EVERY == 0 or step == self._first_step or evaluated):
+            self._say_failure(self._page.refresh())
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Show and write an evaluation before the first step or after the last."""
@@ -167,6 +201,19 @@ class RunReport:
                 lambda: draw_curves(self._folder.metrics, self._folder.curves), self._plot_failure
             )
 
+    def _note_end(self, error: BaseException | None) -> None:
+        state: Literal["finished", "stopped", "failed"] = "failed"
+        if error is None or isinstance(error, KeyboardInterrupt):
+            state = "stopped" if error else "finished"
+        if self._sinks:
+            reason = "" if error is None else str(error) or type(error).__name__
+            self._try(lambda: self._facts.end(state, reason), "facts.json could not be written")
+
+    def _say_failure(self, failure: str | None) -> None:
+        """Print once that the page could not be made."""
+        if failure is not None:
+            self._say_once(f"{self._folder.report.name} could not be written", failure)
+
     @property
     def _plot_failure(self) -> str:
         return f"{self._folder.curves.name} could not be drawn"
@@ -180,12 +227,16 @@ class RunReport:
             action()
         except Exception as error:  # matplotlib, TensorBoard and W&B raise errors of any type
             is_known = self._disk_failed and isinstance(error, OSError | StorageError)
-            if failure not in self._reported and not is_known:
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                self._progress.say(Text(f"{failure}: {reason}"))
+            if not is_known:
+                self._say_once(failure, f"{type(error).__name__}: {error}")
             self._reported.add(failure)
             return False
         return True
+
+    def _say_once(self, failure: str, reason: str) -> None:
+        if failure not in self._reported:
+            self._progress.say(Text(f"{failure}: {' '.join(reason.split())[:300]}"))
+        self._reported.add(failure)
 
 
 def _name(sink: Sink | OnlyNew) -> str:

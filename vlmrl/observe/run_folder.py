@@ -34,6 +34,16 @@ class RunFolder:
         return self.root / "curves.png"
 
     @property
+    def report(self) -> Path:
+        """The run to look at, as one page."""
+        return self.root / "report.html"
+
+    @property
+    def facts(self) -> Path:
+        """Steps, placement, versions and end of the run, for its report."""
+        return self.root / "facts.json"
+
+    @property
     def reference(self) -> Path:
         """Log-probs of the rows under the reference, with `dpo.precompute_reference`."""
         return self.root / "reference.jsonl"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -143,3 +144,56 @@ def test_a_full_disk_is_one_error_that_names_the_file(tmp_path: Path, capfd: pyt
     )
     assert "cannot" not in output + errors, "the caller reports it"
     assert "Traceback" not in output + errors
+
+
+class RecordedPage:
+    """Counts what is asked of a page, and fails each time."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def refresh(self) -> str | None:
+        self.calls.append("refresh")
+        return "no room"
+
+    def finish_soon(self) -> None:
+        self.calls.append("finish")
+
+    def wait(self, timeout_s: float) -> str | None:
+        self.calls.append("wait")
+        return None
+
+
+def test_the_page_is_made_every_few_steps_and_at_the_end_and_a_failure_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = RecordedPage()
+    with RunReport(RunFolder(tmp_path), logger=Logger(), config={}, title="test", page=page) as report:
+        report.begin(total_steps=12, done=0)
+        for step in range(1, 13):
+            report.step(step, {"reward/mean": 0.0} | ({"eval/toy/pass@1": 0.5} if step == 7 else {}))
+    report.finish_drawing()
+    assert page.calls == ["refresh", "refresh", "refresh", "finish", "wait"]  # after steps 1, 7 and 10
+    assert capsys.readouterr().out.count("report.html could not be written: no room") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (None, ("finished", "")),
+        (KeyboardInterrupt(), ("stopped", "KeyboardInterrupt")),
+        (ValueError("a\nb"), ("failed", "a\\nb")),
+    ],
+)
+def test_the_facts_say_how_the_run_ended(tmp_path: Path, error: BaseException | None, end: tuple[str, str]) -> None:
+    report = RunReport(RunFolder(tmp_path), logger=Logger(), config={}, title="test")
+    with suppress(KeyboardInterrupt, ValueError), report:
+        report.note(placement=[("actor", "1", "0:0")])
+        report.begin(total_steps=3, done=1)
+        if error is not None:
+            raise error
+    report.finish_drawing()
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert (facts["total_steps"], facts["done"], facts["placement"]) == (3, 1, [["actor", "1", "0:0"]])
+    assert (facts["end"]["state"], facts["end"]["reason"]) == end
+    assert "torch" in facts["versions"]

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from made_runs import make_run
+
+from vlmrl.report.background import BackgroundReport
+
+
+def script(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def test_the_page_is_written_beside_the_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    report = BackgroundReport(folder)
+    assert report.refresh() is None
+    assert report.wait(60) is None
+    assert "question 1" in (folder / "report.html").read_text()
+
+
+def test_a_failure_is_returned_once_and_names_the_error(tmp_path: Path) -> None:
+    report = BackgroundReport(tmp_path)
+    report.finish_soon()
+    failure = report.wait(60)
+    assert failure is not None
+    assert failure.startswith(f"ConfigError: {tmp_path} holds no run")
+    assert report.wait(60) is None
+
+
+def test_a_report_that_hangs_is_ended(tmp_path: Path) -> None:
+    report = BackgroundReport(tmp_path, command=script("import time; time.sleep(100)"))
+    started = time.monotonic()
+    report.refresh()
+    assert report.wait(0.2) == "it took more than 0.2 s"
+    assert time.monotonic() - started < 10
+
+
+def test_a_report_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
+    code = f"import time; time.sleep(0.2); open({str(tmp_path / 'count')!r}, 'a').write('x')"
+    report = BackgroundReport(tmp_path, command=script(code))
+    report.refresh()
+    report.refresh()  # the first still runs
+    assert report.wait(30) is None
+    report.refresh()  # 0.2 s and more at a share of 2 %: not within the next ten seconds
+    assert report.wait(30) is None
+    assert (tmp_path / "count").read_text() == "x"
+    report.finish_soon()  # the last one is always written
+    report.wait(30)
+    assert (tmp_path / "count").read_text() == "xx"

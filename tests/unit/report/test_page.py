@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import SETTINGS, group, make_run, write_lines
+
+from vlmrl.errors import ConfigError
+from vlmrl.report.page import report, write_report
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>{{7*7}}{% for %}\u2028\x1b[31m<!--"
+
+
+class Page(HTMLParser):
+    """Counts the elements of a page, and keeps the text of its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[str] = []
+        self.scripts: list[str] = []
+        self.policy = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+        values = dict(attrs)
+        if values.get("http-equiv") == "Content-Security-Policy":
+            self.policy = values["content"] or ""
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "script" and data.strip():
+            self.scripts.append(data)
+
+
+def data_of(page: str) -> dict[str, Any]:
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match
+    loaded: dict[str, Any] = json.loads(match[1])
+    return loaded
+
+
+def test_the_page_holds_curves_responses_and_settings_of_the_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", images=2)
+    size = write_report([folder], folder / "report.html", max_mib=15)
+    assert (folder / "report.html").stat().st_size == size
+    (run,) = data_of((folder / "report.html").read_text())["runs"]
+    assert (run["name"], run["verb"], run["step"]) == ("run", "rl", 4)
+    assert run["curves"]["reward/mean"] == [[1, 2, 3, 4], [0.25, 0.5, 0.75, 1]]
+    assert [(h["metric"], h["before"], h["now"]) for h in run["headlines"]] == [
+        ("eval/toy/pass@1", 0.25, 0.75),
+        ("reward/mean", 0.25, 1.0),
+    ]
+    assert run["changes"] == {"toy": {"first_step": 0, "last_step": 4, "total": 2, "gained": 2, "lost": 0}}
+    assert {(g["set"], g["step"]) for g in run["groups"]} == {("training", s) for s in (1, 2, 3, 4)} | {
+        ("toy", 0),
+        ("toy", 4),
+    }
+    assert len(run["images"]) == 2
+    changed = {s["name"]: s for s in run["settings"] if s["changed"]}
+    assert changed["actor.adam.lr"]["value"] == "0.0001"
+    assert "train.seed" not in changed
+
+
+def test_hostile_text_is_data_only(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", text=HOSTILE.replace("{", "{{").replace("}", "}}"))
+    line = group(9, 0, responses=1, text="x")
+    line |= {
+        "source": HOSTILE,
+        "prompt": HOSTILE,
+        "label": HOSTILE,
+        "metadata": {HOSTILE: HOSTILE},
+        "images": [HOSTILE],
+    }
+    line["responses"][0] |= {"parts": {HOSTILE: 1.0}, "problem": HOSTILE, "stop": HOSTILE, "text": HOSTILE}
+    line["responses"][0]["messages"] = [{"role": HOSTILE, "text": HOSTILE, "images": [HOSTILE]}]
+    write_lines(folder / "rollouts" / "step_000009.jsonl", [line])
+    (folder / "config.yaml").write_text(f"{SETTINGS}eval:\n  dataset: {json.dumps(HOSTILE)}\n")
+    (folder / "facts.json").write_text(
+        json.dumps({"placement": [[HOSTILE] * 3], "end": {"state": "failed", "reason": HOSTILE}})
+    )
+    clean, hostile = Page(report([make_run(tmp_path / "clean")], max_mib=15)), Page(report([folder], max_mib=15))
+    assert hostile.tags == clean.tags
+    assert hostile.attributes == clean.attributes
+    (run,) = json.loads(hostile.scripts[0])["runs"]
+    shown = next(g for g in run["groups"] if g["step"] == 9)
+    assert shown["responses"][0]["text"] == HOSTILE
+    assert shown["source"] == HOSTILE
+
+
+def test_a_hostile_name_of_the_folder_is_escaped(tmp_path: Path) -> None:
+    page = Page(report([make_run(tmp_path / "a<img src=x onerror=alert(1)>")], max_mib=15))
+    assert "img" not in page.tags
+
+
+def test_the_policy_of_the_page_allows_its_own_scripts_and_no_request(tmp_path: Path) -> None:
+    text = report([make_run(tmp_path / "run")], max_mib=15)
+    page = Page(text)
+    _, *scripts = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
+    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts]
+    assert len(scripts) == 2
+    assert f"script-src {' '.join(hashes)};" in page.policy
+    assert page.policy.startswith("default-src 'none'; img-src data:; style-src 'unsafe-inline';")
+    assert "src" not in page.attributes
+
+
+def test_the_scripts_never_parse_markup() -> None:
+    assets = Path(report.__code__.co_filename).parent / "assets"
+    for script in assets.glob("*.js"):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", script.read_text()
+        )
+
+
+def test_secrets_of_urls_and_of_the_environment_are_not_in_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET_TOKEN", "0123456789abcdef")
+    settings = SETTINGS.replace("remote_url: null", "remote_url: https://joe:hunter22@host/score?token=t0p5ecret")
+    folder = make_run(tmp_path / "run", settings=settings, text="it is 0123456789abcdef {}")
+    page = report([folder], max_mib=15)
+    assert not [secret for secret in ("0123456789abcdef", "hunter22", "t0p5ecret") if secret in page]
+    assert "it is •••" in page
+
+
+def test_a_page_stays_below_its_limit(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=30, prompts=8, responses=16, images=8, text="word " * 400 + "{}")
+    size = write_report([folder], tmp_path / "small.html", max_mib=1)
+    assert 0.5 * 2**20 < size <= 2**20
+    (run,) = data_of((tmp_path / "small.html").read_text())["runs"]
+    steps = {g["step"] for g in run["groups"] if g["set"] == "training"}
+    assert {1, 30} <= steps, "both ends of the run come first"
+    assert any("prompts" in note for note in run["notes"])
+
+
+def test_several_runs_get_names_that_tell_them_apart(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name / "rl") for name in ("a", "b")]
+    assert [run["name"] for run in data_of(report(folders, max_mib=15))["runs"]] == ["a/rl", "b/rl"]
+
+
+def test_a_folder_without_a_run_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder"):
+        report([tmp_path / "none"], max_mib=15)
+    with pytest.raises(ConfigError, match="holds no run"):
+        report([tmp_path], max_mib=15)
+
+
+def test_damaged_files_are_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=2, images=1)
+    with (folder / "rollouts" / "step_000001.jsonl").open("ab") as lines:
+        lines.write(b'{"step": 1, "responses": [{"te\n\xff\xfe\n[]\n')
+    (folder / "rollouts" / "media" / f"{0:032x}.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
+    (folder / "config.yaml").write_text("# Written by vlmrl: vlmrl rl --config config.yaml repeats the run\n: {[\n")
+    (folder / "facts.json").write_text("[1]")
+    (folder / "parameters.tsv").write_text("part\ttrainable\tall\nvision\tx\t3\nlanguage\t1\t2\n")
+    (run,) = data_of(report([folder], max_mib=15))["runs"]
+    assert "3 lines of the transcripts cannot be read" in run["notes"]
+    assert set(run["images"].values()) == {""}
+    assert run["parameters"] == [["language", 1, 2]]
+
+
+def test_a_write_that_fails_leaves_the_older_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    out = tmp_path / "out.html"
+    out.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_report([folder], out, max_mib=15)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_assets_are_in_the_wheel() -> None:
+    # The page is read from the package: what package-data leaves out is missing from an installed wheel.
+    import tomllib
+
+    root = Path(__file__).resolve().parents[3]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["vlmrl"]
+    listed = {path for pattern in patterns for path in (root / "vlmrl").glob(pattern) if path.is_file()}
+    assert {path for path in (root / "vlmrl" / "report" / "assets").rglob("*") if path.is_file()} <= listed

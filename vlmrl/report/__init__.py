@@ -1,0 +1,1 @@
+"""The report of a run: one HTML file to look at, without a network."""

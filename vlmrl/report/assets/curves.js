@@ -1,0 +1,95 @@
+// Every metric, grouped, of one or several runs.
+
+const curveState = { filter: "", smooth: 0, log: false };
+const GROUP_TITLES = {
+  reward: "Reward", eval: "Evaluation", group: "Groups", response: "Responses", filter: "Dynamic filtering", agent: "Episodes",
+  policy: "Policy", value: "Critic", kl: "KL to the reference", is: "Corrections", distill: "Distillation", rm: "Reward model",
+  dpo: "Preferences", generate: "Generation", sync: "Engine and trainer", verify: "Checks", async: "Asynchrony", cluster: "Cluster",
+  data: "Data", batch: "Batch", pack: "Packing", media: "Images", vision: "Vision tower", throughput: "Throughput", time: "Seconds",
+};
+
+function curvesTab() {
+  const filter = el("input", { type: "search", placeholder: "filter metrics, e.g. reward", value: curveState.filter, "aria-label": "filter metrics" });
+  const smooth = el("input", { type: "range", min: 0, max: 0.3, step: 0.01, value: curveState.smooth, id: "smooth" });
+  const log = el("input", { type: "checkbox", checked: curveState.log, id: "log" });
+  const reset = el("button", { type: "button", onclick: () => zoomAll(null) }, "reset zoom");
+  const body = el("div");
+  const draw = () => {
+    Object.assign(curveState, { filter: filter.value.trim().toLowerCase(), smooth: Number(smooth.value), log: log.checked });
+    drawCurves(body);
+  };
+  filter.oninput = later(draw);
+  smooth.oninput = later(draw);
+  log.onchange = draw;
+  queueMicrotask(draw);
+  return [
+    el("div", { class: "controls" }, filter, el("label", { for: "smooth" }, "smoothing"), smooth,
+      el("label", {}, log, " logarithmic"), reset, el("span", { class: "muted wide" }, "drag to zoom, double-click to reset")),
+    DATA.runs.length > 1 ? el("p", { class: "legend" }, DATA.runs.map((run, i) => legendEntry(run.name, RUN_COLORS[i % RUN_COLORS.length]))) : null,
+    body,
+  ];
+}
+
+function legendEntry(name, variable) {
+  const dot = el("span", { class: "dot" });
+  dot.style.background = `var(${variable})`;
+  return el("span", { class: "entry" }, dot, name);
+}
+
+function drawCurves(body) {
+  forgetCharts();
+  const groups = new Map();
+  for (const name of metricNames()) {
+    const info = (DATA.metrics || {})[name] || {};
+    if (curveState.filter && !`${name} ${info.meaning || ""}`.toLowerCase().includes(curveState.filter)) continue;
+    const title = info.group || GROUP_TITLES[name.split("/")[0]] || name.split("/")[0];
+    groups.set(title, [...(groups.get(title) || []), name]);
+  }
+  const observer = new IntersectionObserver((entries) => {
+    for (const entry of entries.filter((e) => e.isIntersecting)) {
+      observer.unobserve(entry.target);
+      entry.target.draw();
+    }
+  }, { rootMargin: "300px" });
+  body.replaceChildren(...[...groups].map(([title, names]) => el("details", { open: true, class: "group" },
+    el("summary", {}, el("h2", {}, title), el("span", { class: "muted" }, ` ${names.length}`)),
+    el("div", { class: "charts" }, names.filter((name) => !isZero(name)).map((name) => curveCard(name, observer))),
+    names.some(isZero) ? el("p", { class: "zeros" }, `Always 0: ${names.filter(isZero).join(", ")}`) : "")));
+  if (!groups.size) body.replaceChildren(el("p", { class: "empty" }, "No metric has this name."));
+}
+
+const isZero = (name) => DATA.runs.every((run) => !run.curves[name] || run.curves[name][1].every((value) => value === 0));
+
+function metricNames() {
+  const rank = Object.keys(GROUP_TITLES);
+  const area = (name) => (rank.indexOf(name.split("/")[0]) + 1 || 99);
+  const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.curves)))];
+  return names.sort((a, b) => area(a) - area(b) || (a < b ? -1 : 1));
+}
+
+function curveCard(name, observer) {
+  const info = (DATA.metrics || {})[name] || {};
+  const lines = DATA.runs.map((run, i) => ({ curve: run.curves[name], name: run.name, color: RUN_COLORS[i % RUN_COLORS.length] })).filter((line) => line.curve);
+  const value = el("output", { class: "reading" });
+  const target = el("div", { class: "plot" });
+  const rest = () => {
+    const last = lines.map((line) => number(line.curve[1][line.curve[1].length - 1]));
+    value.textContent = last.join(" · ");
+  };
+  rest();
+  target.draw = () => chart(target, lines, {
+    smooth: curveState.smooth,
+    log: curveState.log,
+    onHover: (u) => {
+      const at = u.cursor.idx;
+      if (at === null || at === undefined || !(u.cursor.left >= 0)) return rest();
+      const shown = u.series.slice(1).map((s, i) => (s.alpha === 0.25 ? null : u.data[i + 1][at])).filter((v) => v !== null);
+      value.textContent = `step ${u.data[0][at].toLocaleString("en")}: ${shown.map((v) => number(v)).join(" · ")}`;
+    },
+  });
+  observer.observe(target);
+  const arrow = { higher: " ↑", lower: " ↓" }[info.better] || "";
+  return el("figure", { class: "curve", id: `curve-${name}` },
+    el("figcaption", {}, el("span", { class: "name", title: arrow ? `${info.better} is better` : "" }, name + arrow), value),
+    info.meaning ? el("p", { class: "meaning", title: info.meaning }, info.meaning) : null, target);
+}

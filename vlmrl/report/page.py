@@ -1,0 +1,149 @@
+"""Make one HTML page of one or several runs, within a number of bytes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from vlmrl import __version__
+from vlmrl.report.curves import curves
+from vlmrl.report.embedding import embedded
+from vlmrl.report.masking import mask_urls, mask_values
+from vlmrl.report.overview import checks, headlines, phases, series
+from vlmrl.report.rollouts import shown_rollouts
+from vlmrl.report.run import Run, names_of, read_run
+from vlmrl.report.symptoms import symptoms
+
+_ASSETS = files("vlmrl.report") / "assets"
+_SCRIPTS = ("dom", "charts", "overview", "curves", "conversation", "rollouts", "settings", "start")
+_MAX_POINTS = (1000, 500, 200, 60)
+"""Points of a curve: fewer where the page would be too large."""
+_CURVES_SHARE = 0.3
+"""Largest part of a small page that curves may take."""
+_MAX_SIDE = 448
+"""Longest side of an image, in pixels."""
+
+
+def write_report(paths: Sequence[Path], out: Path, *, max_mib: float, follow_s: float | None = None) -> int:
+    """Write the page of these runs to `out` and return its size in bytes. It replaces an older one atomically.
+
+    Args:
+        follow_s: the page reloads itself in this interval while a run goes on.
+
+    Raises:
+        ConfigError: a folder holds no run.
+        OSError: the page cannot be written.
+    """
+    page = report(paths, max_mib=max_mib, follow_s=follow_s)
+    data = page.encode()
+    partial = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_bytes(data)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(data)
+
+
+def report(paths: Sequence[Path], *, max_mib: float, follow_s: float | None = None) -> str:
+    """Return the page of these runs; see `write_report`."""
+    runs = [read_run(path, name=name) for path, name in zip(paths, names_of(paths), strict=True)]
+    empty = _render("{}", title="")
+    room = int(max_mib * 2**20) - len(empty.encode())
+    return _render(_data(runs, max_bytes=room, follow_s=follow_s), title=", ".join(run.name for run in runs))
+
+
+def _data(runs: Sequence[Run], *, max_bytes: int, follow_s: float | None) -> str:
+    """The page's data as JSON: all but the responses first, then as many responses as there is room for."""
+    described = [_described(run) for run in runs]
+    for max_points in _MAX_POINTS:
+        for record, run in zip(described, runs, strict=True):
+            record["curves"] = curves(run.records, max_points=max_points)
+        if len(embedded(described)) < _CURVES_SHARE * max_bytes:
+            break
+    rest = max_bytes - len(embedded(described).encode()) - 4096
+    for record, run in zip(described, runs, strict=True):
+        shown = shown_rollouts(run.folder.rollouts, max_bytes=rest // len(runs), max_side=_MAX_SIDE)
+        record |= {"groups": shown.groups, "images": shown.images, "changes": shown.changes, "notes": shown.notes}
+    data = {
+        "made": time.time(),
+        "version": __version__,
+        "follow_s": follow_s if any(run.is_running for run in runs) else None,
+        "runs": described,
+    }
+    return mask_values(embedded(data), os.environ)
+
+
+def _described(run: Run) -> dict[str, Any]:
+    speed = series(run.records, "throughput/tokens_per_s")
+    return {
+        "name": run.name,
+        "verb": run.verb,
+        "step": run.step,
+        "total_steps": run.facts.get("total_steps"),
+        "status": _status(run),
+        "headlines": [headline._asdict() for headline in headlines(run)],
+        "checks": [check._asdict() for check in checks(run)],
+        "warnings": [symptom._asdict() for symptom in symptoms(run.records)],
+        "phases": phases(run.records),
+        "tokens_per_s": sum(value for _, value in speed) / len(speed) if speed else None,
+        "settings": [
+            {"name": s.name, "value": mask_urls(s.value), "default": s.default, "changed": s.is_changed}
+            for s in run.settings
+        ],
+        "parameters": run.parameters,
+        "facts": _masked(run.facts),
+    }
+
+
+def _status(run: Run) -> dict[str, str]:
+    """`state` is one of running, finished, stopped, failed."""
+    end = run.facts.get("end")
+    if run.is_running and not end:
+        return {"state": "running", "text": "running"}
+    if isinstance(end, Mapping) and end.get("state") in ("finished", "stopped", "failed"):
+        reason = str(end.get("reason") or "")
+        return {"state": str(end["state"]), "text": str(end["state"]), "reason": mask_urls(reason)}
+    if any(model.exists() for model in (run.folder.model, run.folder.adapter)) or run.verb in ("eval", "generate"):
+        return {"state": "finished", "text": "finished"}
+    return {"state": "stopped", "text": "ended before its last step"}
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, str):
+        return mask_urls(value)
+    if isinstance(value, Mapping):
+        return {str(name): _masked(item) for name, item in value.items()}
+    return [_masked(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _render(data: str, *, title: str) -> str:
+    """Fill the template. A policy in the page forbids every request, and every script but the page's own."""
+    script = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    scripts = [_asset("vendor/uPlot.iife.min.js").strip(), f'(function () {{\n"use strict";\n{script}\n}})();']
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {hashes}; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(_asset("page.html.j2")).render(
+        title=title,
+        policy=policy,
+        styles=[Markup(_asset("vendor/uPlot.min.css")), Markup(_asset("page.css"))],
+        scripts=[Markup(text) for text in scripts],
+        data=Markup(data),
+    )
+
+
+def _asset(name: str) -> str:
+    return _ASSETS.joinpath(name).read_text(encoding="utf-8")

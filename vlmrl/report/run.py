@@ -1,0 +1,163 @@
+"""What a run's folder says about the run, apart from its transcripts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vlmrl.config.names import settings as fields_of
+from vlmrl.config.verb_list import VERBS
+from vlmrl.errors import ConfigError
+from vlmrl.observe.lock import is_held
+from vlmrl.observe.run_folder import RunFolder
+from vlmrl.observe.sinks import read_metrics
+
+_VERB = re.compile(r"# Written by vlmrl: vlmrl ([\w -]+?) --config")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting of the run."""
+
+    name: str
+    value: str
+    default: str | None
+    """None: there is no default."""
+    is_changed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's folder, read once."""
+
+    folder: RunFolder
+    name: str
+    verb: str
+    """`rl`, `sft`, ...; empty for a folder without settings."""
+    config: Mapping[str, Any]
+    """Full name -> value."""
+    settings: Sequence[Setting]
+    records: Sequence[Mapping[str, Any]]
+    """Metrics by step, in order."""
+    parameters: Sequence[tuple[str, int, int]]
+    """(part, trainable, all)."""
+    facts: Mapping[str, Any]
+    """What the run wrote about itself: see `observe.facts`."""
+    is_running: bool
+
+    @property
+    def step(self) -> int:
+        """The last step with metrics."""
+        return max((record["step"] for record in self.records), default=0)
+
+
+def read_run(path: Path, *, name: str) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: it is no run's folder.
+    """
+    folder = RunFolder(path)
+    if not folder.root.is_dir():
+        raise ConfigError(f"{path} is no folder: give the output folder of a run (ckpt.output_dir)")
+    if not (folder.config.is_file() or folder.metrics.is_file()):
+        raise ConfigError(f"{path} holds no run, neither {folder.config.name} nor {folder.metrics.name}")
+    text = folder.config.read_text(encoding="utf-8", errors="replace") if folder.config.is_file() else ""
+    match = _VERB.match(text)
+    verb = match[1] if match else ""
+    config = _flat(_yaml(text))
+    return Run(
+        folder=folder,
+        name=name,
+        verb=verb,
+        config=config,
+        settings=_settings(config, verb),
+        records=sorted(
+            read_metrics(folder.metrics) if folder.metrics.is_file() else [], key=lambda record: record["step"]
+        ),
+        parameters=_parameters(folder.parameters),
+        facts=_facts(folder.facts),
+        is_running=is_held(folder.root),
+    )
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Return a short name for each folder: its last part, with as many before it as tell them apart."""
+    parts = [path.absolute().parts for path in paths]
+    for depth in range(1, max(len(p) for p in parts) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(p[-1:])} ({number})" for number, p in enumerate(parts, start=1)]
+
+
+def _yaml(text: str) -> Mapping[str, Any]:
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError:  # a file that was edited by hand; the report does without settings
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        # A mapping is a section, or the value of a setting: `reward.functions: {exact: 0.0}`.
+        if isinstance(value, dict) and f"{prefix}{name}" not in _MAPPINGS:
+            flat |= _flat(value, f"{prefix}{name}.")
+        elif value is not None or not _is_section(f"{prefix}{name}"):
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+_MAPPINGS = {name for verb in VERBS for name in verb.settings()}
+_SECTIONS = {name for verb in VERBS for name in verb.sections()}
+
+
+def _is_section(name: str) -> bool:
+    return name in _SECTIONS
+
+
+def _settings(config: Mapping[str, Any], verb: str) -> list[Setting]:
+    kind = next((kind for kind in VERBS if kind.verb == verb), None)
+    fields = fields_of(kind) if kind else {}
+    rows = []
+    for name, value in config.items():
+        field = fields.get(name)
+        has_default = field is not None and not field.is_required()
+        default = field.get_default(call_default_factory=True) if field is not None and has_default else None
+        rows.append(
+            Setting(name, _shown(value), _shown(default) if has_default else None, _plain(value) != _plain(default))
+        )
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _parameters(file: Path) -> list[tuple[str, int, int]]:
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines()[1:] if file.is_file() else ():
+        part, *numbers = line.split("\t")
+        if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+            rows.append((part, int(numbers[0]), int(numbers[1])))
+    return rows
+
+
+def _facts(file: Path) -> Mapping[str, Any]:
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a run of an older version, or one that was killed before it began
+        return {}
+    return facts if isinstance(facts, dict) else {}

@@ -1,0 +1,116 @@
+"""The lines of a run's transcripts as typed records, whatever version of the project wrote them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+
+TRAINING = "training"
+"""Name of the set of training prompts."""
+_STEP = re.compile(r"step_(\d+)\.jsonl")
+_EVALUATION = re.compile(r"eval_(.+)_step_(\d+)\.jsonl")
+
+
+class Message(msgspec.Struct):
+    """A message of a conversation with an environment."""
+
+    role: str = ""
+    text: str = ""
+    images: list[str] = []
+    reward: float | None = None
+
+
+class Response(msgspec.Struct):
+    """A response with its scores; see `observe.transcripts`."""
+
+    text: str = ""
+    score: float | None = None
+    parts: dict[str, float | None] = {}
+    failure: str | None = None
+    problem: str | None = None
+    reward: float | None = None
+    advantage: float | None = None
+    teacher_gap: float | None = None
+    tokens: int = 0
+    finish_reason: str | None = None
+    version: int | None = None
+    stop: str | None = None
+    messages: list[Message] = []
+    trace: dict[str, Any] | None = None
+
+    @property
+    def worth(self) -> float | None:
+        """Its reward after shaping, else its score."""
+        return self.score if self.reward is None else self.reward
+
+
+class Group(msgspec.Struct):
+    """A prompt and its responses."""
+
+    step: int = 0
+    index: int = 0
+    source: str = ""
+    prompt: str = ""
+    label: str | None = None
+    images: list[str] = []
+    metadata: dict[str, Any] = {}
+    left_out: bool = False
+    responses: list[Response] = []
+
+    @property
+    def worth(self) -> float:
+        """Mean reward of its responses; 0 without any."""
+        rewards = [r.worth for r in self.responses if r.worth is not None]
+        return sum(rewards) / len(rewards) if rewards else 0.0
+
+
+class TranscriptFile(NamedTuple):
+    """The responses of a set at one step."""
+
+    set: str
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The groups of a transcript file."""
+
+    groups: Sequence[Group]
+    num_unreadable: int
+    """Lines that are no group: of a write that was cut off, or of another program."""
+
+
+_DECODER = msgspec.json.Decoder(Group, strict=False)
+
+
+def transcript_files(folder: Path) -> list[TranscriptFile]:
+    """Return the transcripts in a run's `rollouts/`, by set and step."""
+    files = []
+    for path in folder.glob("*.jsonl") if folder.is_dir() else ():
+        if match := _STEP.fullmatch(path.name):
+            files.append(TranscriptFile(TRAINING, int(match[1]), path))
+        elif match := _EVALUATION.fullmatch(path.name):
+            files.append(TranscriptFile(unquote(match[1]), int(match[2]), path))
+    return sorted(files)
+
+
+def read_lines(path: Path) -> Lines:
+    """Read a transcript file. A file that is gone or cannot be read has no groups."""
+    try:
+        data = path.read_bytes()
+    except OSError:  # a run that resumes replaces its transcripts
+        return Lines([], 0)
+    groups, unreadable = [], 0
+    for line in data.splitlines():
+        try:
+            groups.append(_DECODER.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # a line of a write that was cut off
+            unreadable += 1
+    return Lines(groups, unreadable)
