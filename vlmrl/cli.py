@@ -251,11 +251,9 @@ def _push(words: list[str]) -> int:
 
 
 def _report(words: list[str]) -> int:
-    from vlmrl.config.report import ReportConfig
+    from vlmrl.config.report import ReportConfig, with_runs
 
-    num_runs = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    runs, flags = words[:num_runs], ["--report.serve" if word == "--serve" else word for word in words[num_runs:]]
-    if (arguments := _parse(ReportConfig, [*(("--report.runs", *runs) if runs else ()), *flags])) is not None:
+    if (arguments := _parse(ReportConfig, with_runs(words))) is not None:
         from vlmrl.commands.report import report
 
         report(arguments.config)

@@ -38,6 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         "vlmrl.commands.bench.step": ("step",),
         "vlmrl.commands.bench.logprobs": ("logprobs",),
         "vlmrl.commands.merge": ("merge",),
+        "vlmrl.commands.report": ("report",),
         "vlmrl.commands.serve_reward": ("serve_rm",),
         "vlmrl.commands.memory": ("show",),
     }.items():
@@ -72,6 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["bench", "logprobs", "--bench.tokens", "8"], "logprobs", {}),
         (["merge", "--merge.adapter", "a", "--merge.output", "b"], "merge", {}),
         (["serve-rm", "--reward.model_name_or_path", "m"], "serve_rm", {}),
+        (["report", "a", "b", "--serve"], "report", {}),
         (["doctor"], "doctor", {"as_json": False}),
         (["doctor", "--json"], "doctor", {"as_json": True}),
         (["doctor", "--self-test"], "selftest", {"as_json": False}),
@@ -82,7 +84,9 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
     assert cli.main(argv) == 0
     ((name, config, given),) = calls
     assert (name, given) == (called, options)
-    if called not in ("doctor", "selftest", "logprobs", "merge", "serve_rm"):
+    if called == "report":
+        assert (config.report.runs, config.report.serve) == (("a", "b"), True)
+    elif called not in ("doctor", "selftest", "logprobs", "merge", "serve_rm"):
         assert config.actor.model_name_or_path == "m"
 
 
@@ -91,7 +95,7 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
     [
         (
             ["zzz"],
-            "vlmrl: no such verb: zzz; there are rl, sft, rm, dpo, eval, generate, bench, serve, serve-rm, merge, push",
+            "vlmrl: no such verb: zzz; there are rl, sft, rm, dpo, eval, generate, bench, report, serve, serve-rm,",
         ),
         (
             ["train"],

@@ -12,6 +12,7 @@ from guide_commands import GUIDES, ROOT, commands
 
 from vlmrl.config.load import load
 from vlmrl.config.push import PushConfig, full_names
+from vlmrl.config.report import ReportConfig, with_runs
 from vlmrl.config.verb_list import VERBS
 from vlmrl.config.verbs import RlConfig
 
@@ -47,7 +48,7 @@ COMMANDS = [
 
 
 def test_each_subject_has_its_guide() -> None:
-    folders = ("agents", "algorithms", "rewards", "models", "config", "observe", "verify")
+    folders = ("agents", "algorithms", "rewards", "models", "config", "observe", "report", "verify")
     others = ("README.md", "examples/README.md", "datasets/README.md", "processors/README.md")
     wanted = {*others, *(f"vlmrl/{folder}/README.md" for folder in folders), "tests/benchmarks/README.md"}
     assert wanted <= set(GUIDES)
@@ -100,6 +101,8 @@ def check_vlmrl(words: list[str]) -> None:
         kind = next(kind for kind in VERBS if words[: len(kind.verb.split())] == kind.verb.split())
         flags = [word for word in words[len(kind.verb.split()) :] if word != "--dry-run"]
         flags = full_names(flags) if kind is PushConfig else flags
+        if kind is ReportConfig:
+            flags = with_runs(flags)
     load(kind, flags)
 
 
@@ -110,7 +113,7 @@ def test_settings_that_are_named_exist(document: str) -> None:
     for span in spans(document):
         for dashes, name in re.findall(r"(?<![\w./-])(--)?((?:[a-z]\w*\.)+\w+)(?![\w./(])", span):
             section = name.partition(".")[0]
-            if dashes or (section in SECTIONS and Path(name).suffix not in (".py", ".yaml", ".tsv", ".md")):
+            if dashes or (section in SECTIONS and Path(name).suffix not in (".py", ".yaml", ".tsv", ".md", ".html")):
                 assert name in SETTINGS | SECTIONS | of_others, f"{span}: no setting {name}"
 
 

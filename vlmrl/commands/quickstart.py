@@ -111,6 +111,7 @@ def _main(argv: Sequence[str]) -> int:
         "peak_memory_gib": round(memory.stop(), 2),
     }
     print(f"\n{variant.accuracy}: {result['before']:.0%} before GRPO, {result['after']:.0%} after.")
+    print(f"Look at:   {folder / 'rl' / 'report.html'} in a browser")
     print(f"Curves:    {folder / 'rl' / 'curves.png'}")
     print(f"Responses: {folder / 'rl' / 'rollouts'}")
     if variant is _VARIANTS["agent"]:

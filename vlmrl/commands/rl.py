@@ -16,6 +16,7 @@ from vlmrl.config.num_steps import check_steps
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import EngineLossError, RewardError
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.observe.traces import Tracer
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor
 from vlmrl.trainer.ahead import Ahead
@@ -80,7 +81,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False, is_quiet: bool = False)
                 report=report,
                 check_responses=checks.check_responses,
                 check_sync=checks.check_sync,
-                after_step=_after_step(config, transcripts, evaluations),
+                after_step=_after_step(config, transcripts, evaluations, Tracer(processor.decode)),
                 save=partial(evaluations.save, has_adapter=has_adapter),
                 first_step=done + 1,
                 last_step=last,
@@ -138,19 +139,27 @@ def make_rollouts(config: RlConfig, prompts: RemotePrompts, roles: Roles, report
 
 
 def _after_step(
-    config: RlConfig, transcripts: Transcripts, evaluations: Evaluations
+    config: RlConfig, transcripts: Transcripts, evaluations: Evaluations, tracer: Tracer
 ) -> Callable[[int, ScoredBatch], Metrics]:
     """Make the hook that writes a step's transcripts, and evaluates."""
 
     def after_step(step: int, batch: ScoredBatch) -> Metrics:
         if config.logger.rollouts:
+            experience = batch.experience
+            columns = {
+                "trainer": experience.old_logprobs,
+                "advantage": experience.advantages,
+                "reference": batch.ref_logprobs,
+                "value": experience.values,
+            }
             transcripts.write(
                 step,
                 batch.groups,
                 batch.scores,
                 batch.rewards,
-                batch.experience.advantages,
+                experience.advantages,
                 teacher_gaps=batch.teacher_gaps,
+                traces=tracer.traces(batch.groups, batch.rewards, columns),
                 left_out=batch.left_out,
             )
         return evaluations.after_step(step)

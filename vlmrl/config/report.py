@@ -1,11 +1,22 @@
 """The report of runs: one page to look at."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from pydantic import Field
 
 from vlmrl.config.base import PositiveFloat, Section, Text, Unread
 from vlmrl.config.verb_base import VerbConfig
+
+
+def with_runs(words: Sequence[str]) -> list[str]:
+    """Return the words after `vlmrl report` as flags: the folders that come first are `report.runs`.
+
+    Example: `a b --serve` is `--report.runs a b --report.serve`.
+    """
+    num_runs = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
+    flags = ["--report.serve" if word == "--serve" else word for word in words[num_runs:]]
+    return ["--report.runs", *words[:num_runs], *flags] if num_runs else flags
 
 
 class Report(Section):

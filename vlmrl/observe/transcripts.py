@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from vlmrl.observe.traces import Trace
 from vlmrl.system.storage import writing
 from vlmrl.types import Floats, Group, Media, Rollout, Score
 
@@ -36,6 +37,7 @@ class Transcripts:
         advantages: Sequence[Floats],
         *,
         teacher_gaps: Sequence[Floats] | None = None,
+        traces: Mapping[tuple[int, int], Trace] | None = None,
         left_out: Sequence[tuple[Group, Sequence[Score], Floats]] = (),
     ) -> Path:
         """Write the responses of a training step, including groups that dynamic filtering left out.
@@ -48,12 +50,13 @@ class Transcripts:
             advantages: one array of [T] per segment of each response, over all groups. The mean over the sampled tokens
                 of a response is written.
             teacher_gaps: the same of log-prob of the teacher minus the policy's, for runs with a teacher.
+            traces: figures per token of some responses, by number of the group and of the response in it.
             left_out: groups that dynamic filtering excluded, with their scores and rewards. They come last, without
                 advantages, and with `left_out` true.
         """
         columns = {"advantage": advantages} | ({} if teacher_gaps is None else {"teacher_gap": teacher_gaps})
         of_segments = {name: iter(rows) for name, rows in columns.items()}
-        results = [
+        results: list[list[dict[str, Any]]] = [
             [
                 {"reward": _number(reward)}
                 | {name: _mean([next(rows) for _ in rollout.segments], rollout) for name, rows in of_segments.items()}
@@ -61,6 +64,8 @@ class Transcripts:
             ]
             for group, group_rewards in zip(groups, rewards, strict=True)
         ]
+        for (number, response), trace in (traces or {}).items():
+            results[number][response]["trace"] = dict(trace)
         results += [[{"reward": _number(reward)} for reward in group_rewards] for _, _, group_rewards in left_out]
         all_groups = [*groups, *(group for group, _, _ in left_out)]
         all_scores = [*scores, *(group_scores for _, group_scores, _ in left_out)]
@@ -71,7 +76,7 @@ class Transcripts:
         self, step: int, name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]
     ) -> Path:
         """Write the responses to the evaluation set `name`, after `step` steps."""
-        no_results: list[list[dict[str, float | None]]] = [[{} for _ in group.rollouts] for group in groups]
+        no_results: list[list[dict[str, Any]]] = [[{} for _ in group.rollouts] for group in groups]
         # The name may be a Hub id or a path. Unlike `_` for each odd character, %2F keeps `a/b` apart from `a_b`.
         file = f"eval_{quote(name, safe='')}_step_{step:06d}.jsonl"
         return self._write_lines(file, step, groups, scores, no_results, [{}] * len(groups))
@@ -82,7 +87,7 @@ class Transcripts:
         step: int,
         groups: Sequence[Group],
         scores: Sequence[Sequence[Score]],
-        results: Iterable[Sequence[Mapping[str, float | None]]],
+        results: Iterable[Sequence[Mapping[str, Any]]],
         flags: Iterable[Mapping[str, bool]],
     ) -> Path:
         target = self._folder / file
@@ -108,7 +113,7 @@ def _records(
     step: int,
     groups: Sequence[Group],
     scores: Sequence[Sequence[Score]],
-    results: Iterable[Sequence[Mapping[str, float | None]]],
+    results: Iterable[Sequence[Mapping[str, Any]]],
     flags: Iterable[Mapping[str, bool]],
 ) -> Iterator[dict[str, Any]]:
     for group, group_scores, group_results, group_flags in zip(groups, scores, results, flags, strict=True):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from vlmrl.observe.registry import describe
 from vlmrl.report.overview import series
 
 Records = Sequence[Mapping[str, Any]]
@@ -22,13 +23,22 @@ class Symptom(NamedTuple):
 
 
 def symptoms(records: Records) -> list[Symptom]:
-    """Return the warnings of a run."""
-    found = [check(records) for check in _CHECKS]
-    return [symptom for symptom in found if symptom is not None]
+    """Return the warnings of a run, each metric once: what the course of a metric says, then single values."""
+    found = [symptom for check in _CHECKS if (symptom := check(records)) is not None]
+    named = {symptom.metric for symptom in found}
+    return found + [symptom for symptom in _suspicious(records) if symptom.metric not in named]
+
+
+def _suspicious(records: Records) -> Iterator[Symptom]:
+    """Metrics whose present value is beyond the bounds of the registry."""
+    for name in sorted({name for record in records for name in record} - {"step"}):
+        info, value = describe(name), _recent(records, name)
+        if info is not None and value is not None and info.is_suspicious(value):
+            yield Symptom(f"{name} is {value:.3g}.", info.warning.replace("`", ""), name)
 
 
 def _recent(records: Records, name: str) -> float | None:
-    points = series(records, name)[-_RECENT:]
+    points = series(records, name)[-1 if name.startswith("eval/") else -_RECENT :]
     return sum(value for _, value in points) / len(points) if points else None
 
 
@@ -60,26 +70,6 @@ def _length(records: Records) -> Symptom | None:
     )
 
 
-def _constant(records: Records) -> Symptom | None:
-    now = _recent(records, "group/constant_fraction")
-    if now is None or now < 0.7:
-        return None
-    return Symptom(
-        f"{now:.0%} of the groups have equal rewards: there is little to learn from.",
-        "prompts are too easy or too hard: other data, more responses per prompt, or algo.dynamic_filtering_enable",
-        "group/constant_fraction",
-    )
-
-
-def _truncated(records: Records) -> Symptom | None:
-    now = _recent(records, "response/truncated_fraction")
-    if now is None or now < 0.25:
-        return None
-    return Symptom(
-        f"{now:.0%} of the responses are cut off.", "raise rollout.max_new_tokens", "response/truncated_fraction"
-    )
-
-
 def _failed(records: Records) -> Symptom | None:
     total = sum(value for _, value in series(records, "reward/failed"))
     if not total:
@@ -89,33 +79,6 @@ def _failed(records: Records) -> Symptom | None:
         "the filter `failed` of the rollouts shows why",
         "reward/failed",
     )
-
-
-def _dropped(records: Records) -> Symptom | None:
-    points = series(records, "data/rows_dropped")
-    if not points or not points[-1][1]:
-        return None
-    return Symptom(
-        f"{int(points[-1][1]):,} rows of the data could not be used.", "logs/run.log names them", "data/rows_dropped"
-    )
-
-
-def _kl(records: Records) -> Symptom | None:
-    now = _recent(records, "policy/kl_old")
-    if now is None or now < 0.2:
-        return None
-    return Symptom(
-        f"The policy moves far in a step: KL to the policy that sampled is {now:.2g}.",
-        "a lower actor.adam.lr, or algo.kl.early_stop",
-        "policy/kl_old",
-    )
-
-
-def _episodes(records: Records) -> Symptom | None:
-    now = _recent(records, "agent/failed")
-    if not now:
-        return None
-    return Symptom(f"{now:.1f} episodes of a step fail.", "logs/agents.log has their errors", "agent/failed")
 
 
 def _missing(records: Records) -> Symptom | None:
@@ -128,6 +91,4 @@ def _missing(records: Records) -> Symptom | None:
     )
 
 
-_CHECKS: tuple[Callable[[Records], Symptom | None], ...] = (
-    *(_missing, _failed, _episodes, _entropy, _length, _truncated, _constant, _kl, _dropped),
-)
+_CHECKS: tuple[Callable[[Records], Symptom | None], ...] = (_missing, _failed, _entropy, _length)

@@ -67,6 +67,8 @@ class ScoredBatch(NamedTuple):
     experience: Experience
     teacher_gaps: Sequence[Floats] | None = None
     """B arrays of [T]: log-prob of the teacher minus the policy's, 0 where not sampled; None without a teacher."""
+    ref_logprobs: Sequence[Floats] | None = None
+    """B arrays of [T]: by the reference, whether its KL is in the loss or in the rewards; None without a reference."""
     left_out: Sequence[tuple[Group, list[Score], Floats]] = ()
     """Groups that dynamic filtering rejected, with their scores and rewards."""
 
@@ -149,7 +151,7 @@ def make_experience(
         metrics |= agreement
     rewards = list(shaped.rewards.masked_fill(~shaped.has_reward, torch.nan).numpy())
     gaps = None if gap is None else responses.split(gap.numpy())
-    return ScoredBatch(groups, scores, rewards, experience, gaps), metrics
+    return ScoredBatch(groups, scores, rewards, experience, gaps, outputs.ref), metrics
 
 
 def shaped_rewards(config: RlConfig, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> ShapedRewards:

@@ -1,13 +1,6 @@
 // Every metric, grouped, of one or several runs.
 
 const curveState = { filter: "", smooth: 0, log: false };
-const GROUP_TITLES = {
-  reward: "Reward", eval: "Evaluation", group: "Groups", response: "Responses", filter: "Dynamic filtering", agent: "Episodes",
-  policy: "Policy", value: "Critic", kl: "KL to the reference", is: "Corrections", distill: "Distillation", rm: "Reward model",
-  dpo: "Preferences", generate: "Generation", sync: "Engine and trainer", verify: "Checks", async: "Asynchrony", cluster: "Cluster",
-  data: "Data", batch: "Batch", pack: "Packing", media: "Images", vision: "Vision tower", throughput: "Throughput", time: "Seconds",
-};
-
 function curvesTab() {
   const filter = el("input", { type: "search", placeholder: "filter metrics, e.g. reward", value: curveState.filter, "aria-label": "filter metrics" });
   const smooth = el("input", { type: "range", min: 0, max: 0.3, step: 0.01, value: curveState.smooth, id: "smooth" });
@@ -40,9 +33,9 @@ function drawCurves(body) {
   forgetCharts();
   const groups = new Map();
   for (const name of metricNames()) {
-    const info = (DATA.metrics || {})[name] || {};
+    const info = DATA.metrics[name] || {};
     if (curveState.filter && !`${name} ${info.meaning || ""}`.toLowerCase().includes(curveState.filter)) continue;
-    const title = info.group || GROUP_TITLES[name.split("/")[0]] || name.split("/")[0];
+    const title = info.group || "Other";
     groups.set(title, [...(groups.get(title) || []), name]);
   }
   const observer = new IntersectionObserver((entries) => {
@@ -61,14 +54,16 @@ function drawCurves(body) {
 const isZero = (name) => DATA.runs.every((run) => !run.curves[name] || run.curves[name][1].every((value) => value === 0));
 
 function metricNames() {
-  const rank = Object.keys(GROUP_TITLES);
-  const area = (name) => (rank.indexOf(name.split("/")[0]) + 1 || 99);
   const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.curves)))];
-  return names.sort((a, b) => area(a) - area(b) || (a < b ? -1 : 1));
+  const place = (name) => {
+    const at = DATA.groups.indexOf((DATA.metrics[name] || {}).group);
+    return at < 0 ? DATA.groups.length : at;
+  };
+  return names.sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
 }
 
 function curveCard(name, observer) {
-  const info = (DATA.metrics || {})[name] || {};
+  const info = DATA.metrics[name] || {};
   const lines = DATA.runs.map((run, i) => ({ curve: run.curves[name], name: run.name, color: RUN_COLORS[i % RUN_COLORS.length] })).filter((line) => line.curve);
   const value = el("output", { class: "reading" });
   const target = el("div", { class: "plot" });
@@ -89,7 +84,8 @@ function curveCard(name, observer) {
   });
   observer.observe(target);
   const arrow = { higher: " ↑", lower: " ↓" }[info.better] || "";
+  const unit = info.unit ? ` (${info.unit})` : "";
   return el("figure", { class: "curve", id: `curve-${name}` },
-    el("figcaption", {}, el("span", { class: "name", title: arrow ? `${info.better} is better` : "" }, name + arrow), value),
+    el("figcaption", {}, el("span", { class: "name", title: arrow ? `${info.better} is better` : "" }, name + arrow, el("span", { class: "muted" }, unit)), value),
     info.meaning ? el("p", { class: "meaning", title: info.meaning }, info.meaning) : null, target);
 }

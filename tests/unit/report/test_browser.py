@@ -1,0 +1,185 @@
+"""The page in a real browser: it opens from disk, asks nobody for anything, and text of models does nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Browser
+from made_runs import group, make_run, write_lines
+
+from vlmrl.report.page import write_report
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+ATTACK = "document.title='pwned'"
+HOSTILE = f"</script><script>{ATTACK}</script><img src=x onerror={ATTACK}>{{{{7*7}}}}\u2028\x1b[31m\u202e"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def quiet(browser: Browser) -> Iterator[Browser]:
+    """The browser, which must not complain, and must ask for nothing but the page itself."""
+    browser.requests.clear()
+    browser.complaints.clear()
+    yield browser
+    assert browser.complaints == []
+    assert len(set(browser.requests)) == 1
+    assert browser.requests[0].startswith("file:///")
+
+
+def page_of(tmp_path: Path, *runs: Path) -> str:
+    out = tmp_path / "report.html"
+    write_report(runs, out, max_mib=15)
+    return out.as_uri()
+
+
+def test_the_overview_says_what_the_run_learnt(tmp_path: Path, quiet: Browser) -> None:
+    quiet.open(page_of(tmp_path, make_run(tmp_path / "run", images=2)))
+    assert quiet.texts(".main .figure") == ["25 %", "75 %"]
+    assert quiet.texts(".main .pill") == ["+50 points"]
+    assert len(quiet.texts(".example")) == 2
+    assert quiet.evaluate("[...document.images].every(i => i.complete && i.naturalWidth === 64)")
+
+
+def test_curves_are_drawn_smoothed_filtered_and_zoomed(tmp_path: Path, quiet: Browser) -> None:
+    quiet.open(page_of(tmp_path, make_run(tmp_path / "a", steps=60), make_run(tmp_path / "b", steps=30)) + "#curves")
+    quiet.wait("document.querySelectorAll('.uplot canvas').length >= 3")
+    assert "reward/mean" in " ".join(quiet.texts(".curve .name"))
+    quiet.enter("input[type=search]", "pass@1")
+    quiet.wait("document.querySelectorAll('.curve').length === 1")
+    quiet.enter("#smooth", "0.2")
+    quiet.click("#log")
+    quiet.wait("document.querySelectorAll('.uplot canvas').length === 1")
+    pixels = "c.getContext('2d').getImageData(0, 0, c.width, c.height).data"
+    assert quiet.evaluate(f"(c => {pixels}.some(v => v > 0))(document.querySelector('canvas'))")
+
+
+def test_rollouts_are_browsed_and_filtered(tmp_path: Path, quiet: Browser) -> None:
+    folder = make_run(tmp_path / "run", steps=3, prompts=2, responses=4, images=2)
+    failed = group(3, 5, responses=2, text="odd one {}")
+    failed["responses"][0] |= {
+        "failure": "response",
+        "problem": "ValueError: no",
+        "finish_reason": "length",
+        "tokens": 99,
+    }
+    write_lines(folder / "rollouts" / "step_000003.jsonl", [group(3, 0, responses=4, text="the answer is {}"), failed])
+    quiet.open(page_of(tmp_path, folder) + "#rollouts")
+    assert quiet.texts(".controls .step") == ["step 3"]
+    assert quiet.texts(".count") == ["2 of 2 prompts, 6 responses"]
+    quiet.enter("input[aria-label='search text']", "odd one 6")
+    assert quiet.texts(".count") == ["1 of 2 prompts, 1 responses"]
+    quiet.enter("input[aria-label='search text']", "")
+    quiet.enter("select[aria-label='which']", "failed")
+    assert quiet.texts(".problem") == ["ValueError: no"]
+    quiet.enter("select[aria-label='which']", "truncated")
+    assert quiet.texts(".count") == ["1 of 2 prompts, 1 responses"]
+    quiet.enter("select[aria-label='which']", "")
+    quiet.enter(".range input", "0.5")
+    assert quiet.texts(".count") == ["2 of 2 prompts, 3 responses"]
+    quiet.enter(".range input", "")
+    quiet.click("button[aria-label='earlier step']")
+    assert quiet.texts(".controls .step") == ["step 2"]
+    quiet.click(".group-card button", "this prompt at 3 steps")
+    assert [text for text in quiet.texts(".meta") if "toy:0" not in text] == []
+    assert len(quiet.texts(".group-card")) == 3
+    quiet.click(".banner button")
+    quiet.enter("select[aria-label='set']", "toy")
+    assert quiet.texts(".count") == ["2 of 2 prompts, 2 responses"]
+    quiet.click(".picture")
+    assert quiet.evaluate("document.querySelector('dialog').open")
+
+
+def test_tokens_are_shaded(tmp_path: Path, quiet: Browser) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    line = group(1, 0, responses=1, text="ab")
+    line["responses"][0]["trace"] = {
+        "tokens": ["a", "", "</b>"],
+        "logprob": [-0.1, -3.0, None],
+        "trainer": [-0.1, -2.0, None],
+        "advantage": [1.0, -1.0, 0.0],
+    }
+    write_lines(folder / "rollouts" / "step_000001.jsonl", [line])
+    quiet.open(page_of(tmp_path, folder) + "#rollouts")
+    quiet.enter("select[aria-label='shading of tokens']", "gap")
+    assert quiet.texts(".tokens span")[2] == "</b>"
+    shades = quiet.evaluate("[...document.querySelectorAll('.tokens span')].map(e => e.style.background !== '')")
+    assert shades == [True, True, False]
+    assert "log-prob, engine: -3" in quiet.evaluate("document.querySelectorAll('.tokens span')[1].title")
+
+
+def test_hostile_text_is_inert_in_every_tab(tmp_path: Path, quiet: Browser) -> None:
+    folder = make_run(
+        tmp_path / "run",
+        steps=1,
+        settings=f"# Written by vlmrl: vlmrl rl --config c\ndata: {{input_key: {json.dumps(HOSTILE)}}}\n",
+    )
+    line = group(1, 0, responses=1, text="x") | dict.fromkeys(("source", "prompt", "label"), HOSTILE)
+    line |= {"metadata": {HOSTILE: HOSTILE}, "images": [HOSTILE]}
+    line["responses"][0] |= {"text": HOSTILE, "problem": HOSTILE, "stop": HOSTILE, "parts": {HOSTILE: 1.0}}
+    talk = {**line["responses"][0], "messages": [{"role": HOSTILE, "text": HOSTILE, "images": [HOSTILE]}]}
+    line["responses"].append(talk)
+    write_lines(folder / "rollouts" / "step_000001.jsonl", [line])
+    write_lines(folder / "rollouts" / "eval_toy_step_000000.jsonl", [line])
+    write_lines(folder / "rollouts" / "eval_toy_step_000001.jsonl", [line])
+    facts = {
+        "placement": [[HOSTILE] * 3],
+        "versions": {HOSTILE: HOSTILE},
+        "end": {"state": "failed", "reason": HOSTILE},
+    }
+    (folder / "facts.json").write_text(json.dumps(facts))
+    page = page_of(tmp_path, folder)
+    for tab in ("overview", "curves", "rollouts", "settings"):
+        quiet.open("about:blank")
+        quiet.open(f"{page}#{tab}")
+        assert quiet.evaluate("document.title") == "run · vlmrl"
+        assert quiet.evaluate("document.scripts.length") == 3
+        assert quiet.evaluate("[...document.images].every(i => i.src.startsWith('data:'))")
+    quiet.requests[:] = [url.partition("#")[0] for url in quiet.requests if url != "about:blank"]
+    assert "{{7*7}}" in quiet.evaluate("document.body.textContent")
+    assert "\u241b[31m\u27e8202e\u27e9" in quiet.evaluate("document.body.textContent")
+
+
+def test_the_page_fits_a_phone_in_both_themes(tmp_path: Path, quiet: Browser) -> None:
+    page = page_of(tmp_path, make_run(tmp_path / "run", steps=3, images=2))
+    quiet.resize(390, 800)
+    for tab in ("overview", "curves", "rollouts", "settings"):
+        quiet.open(f"{page}#{tab}")
+        quiet.evaluate("location.reload()")
+        quiet.wait("document.readyState === 'complete' && document.querySelector('nav')")
+        assert quiet.evaluate("document.documentElement.scrollWidth") <= 390, tab
+    light = quiet.evaluate("getComputedStyle(document.body).backgroundColor")
+    quiet.click("header button[aria-label='light or dark']")
+    assert quiet.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    quiet.resize(1300, 900)
+    quiet.requests[:] = [url.partition("#")[0] for url in quiet.requests]
+
+
+@pytest.mark.parametrize(("steps", "limit_s"), [(100, 1.0), (5000, 2.0)])
+@pytest.mark.prove
+def test_long_runs_open_fast(steps: int, limit_s: float, tmp_path: Path, quiet: Browser) -> None:
+    folder = make_run(
+        tmp_path / "run",
+        steps=steps,
+        prompts=8,
+        responses=8,
+        images=8,
+        metrics={f"time/p{i}_s": 1.0 * i for i in range(80)},
+    )
+    page = page_of(tmp_path, folder)
+    for tab in ("overview", "curves", "rollouts"):
+        quiet.open("about:blank")
+        quiet.open(f"{page}#{tab}")
+        quiet.wait("document.querySelector('main').children.length > 0")
+        taken = quiet.scripting_s()
+        print(f"{steps} steps, {tab}: {taken:.2f} s of scripting")
+        assert taken < limit_s
+    quiet.requests[:] = [url.partition("#")[0] for url in quiet.requests if url != "about:blank"]
