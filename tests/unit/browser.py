@@ -92,7 +92,7 @@ class Browser:
     def open(self, url: str) -> None:
         """Load a page and wait until it stands."""
         self.send("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && document.querySelector('main, body') !== null")
+        self.wait(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
 
     def wait(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""

@@ -33,6 +33,12 @@ function smoothed(values, part) {
   });
 }
 
+/** The range of the steps: uPlot never ends to place the ticks of a single step. */
+function xRange(low, high) {
+  if (low === null || high === null) return [0, 1];
+  return low === high ? [low - 0.5, high + 0.5] : [low, high];
+}
+
 /** The range of an axis: a flat curve lies in the middle, and not at the bottom of 0 to 100. */
 function yRange(low, high) {
   if (low === null || high === null) return [0, 1];
@@ -81,7 +87,7 @@ function chart(target, lines, options) {
       height: options.height || 190,
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: options.log ? { distr: 3 } : { range: (u, low, high) => yRange(low, high) } },
+      scales: { x: { time: false, range: (u, low, high) => xRange(low, high) }, y: options.log ? { distr: 3 } : { range: (u, low, high) => yRange(low, high) } },
       axes: [{ ...axis, size: 26, gap: 4, values: (_, splits) => splits.map((v) => (Number.isInteger(v) ? v.toLocaleString("en") : "")) }, { ...axis, size: 54, values: short }],
       series,
       hooks: {
