@@ -74,8 +74,15 @@ def test_the_reward_rises_on_two_ranks_and_two_engines(
     assert any(line["media/bytes_moved"] > 0 for line in steps) == has_images
     assert any(line["vision/tower_calls"] > 0 for line in steps) == has_images
     assert (out / "curves.png").stat().st_size > 10_000
+    page = (out / "report.html").read_text()
+    assert '"state":"finished"' in page
+    assert "rollouts" in page
+    assert ("data:image/webp" in page) == has_images
     transcript = [json.loads(line) for line in (out / "rollouts/step_000001.jsonl").read_text().splitlines()]
     assert len(transcript) == 8
+    traces = [r["trace"] for line in transcript for r in line["responses"] if "trace" in r]
+    assert traces
+    assert all(len(trace["tokens"]) == len(trace["logprob"]) == len(trace["advantage"]) for trace in traces)
     assert bool(list((out / "rollouts/media").glob("*.png"))) == has_images
     assert (out / "model" / "config.json").exists()
 

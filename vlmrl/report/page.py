@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from vlmrl import __version__
-from vlmrl.observe.registry import describe, group_titles
+from vlmrl.observe.registry import describe, metrics
 from vlmrl.report.curves import curves
 from vlmrl.report.embedding import embedded
 from vlmrl.report.masking import mask_urls, mask_values
@@ -80,7 +80,6 @@ def _data(runs: Sequence[Run], *, max_bytes: int, follow_s: float | None) -> str
         "version": __version__,
         "follow_s": follow_s if any(run.is_running for run in runs) else None,
         "metrics": _metrics(runs),
-        "groups": group_titles(),
         "runs": described,
     }
     return mask_values(embedded(data), os.environ)
@@ -90,8 +89,15 @@ def _metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """What each metric of the runs is, by its name."""
     names = sorted({name for run in runs for record in run.records for name in record} - {"step"})
     infos = {name: info for name in names if (info := describe(name)) is not None}
+    places = {info.name: place for place, info in enumerate(metrics())}
     return {
-        name: {"meaning": info.meaning.replace("`", ""), "unit": info.unit, "better": info.better, "group": info.group}
+        name: {
+            "meaning": info.meaning.replace("`", ""),
+            "unit": info.unit,
+            "better": info.better,
+            "group": info.group,
+            "place": places[info.name],
+        }
         for name, info in infos.items()
     }
 

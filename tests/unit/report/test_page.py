@@ -4,6 +4,8 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -183,3 +185,21 @@ def test_the_assets_are_in_the_wheel() -> None:
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["vlmrl"]
     listed = {path for pattern in patterns for path in (root / "vlmrl").glob(pattern) if path.is_file()}
     assert {path for path in (root / "vlmrl" / "report" / "assets").rglob("*") if path.is_file()} <= listed
+
+
+@pytest.mark.prove
+def test_a_long_run_takes_seconds_and_little_memory(tmp_path: Path) -> None:
+    metrics = {f"time/p{number}_s": float(number) for number in range(80)}
+    text = "word " * 120 + "{}"
+    folder = make_run(tmp_path / "run", steps=1000, prompts=32, responses=8, images=32, text=text, metrics=metrics)
+    code = (
+        "import resource, sys, time; from pathlib import Path; from vlmrl.report.page import write_report; "
+        "begun = time.monotonic(); write_report([Path(sys.argv[1])], Path(sys.argv[2]), max_mib=15); "
+        "print(time.monotonic() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)"
+    )
+    words = [sys.executable, "-c", code, str(folder), str(tmp_path / "report.html")]
+    out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    seconds, mib = map(float, out.split())
+    print(f"{seconds:.1f} s, {mib:.0f} MiB")
+    assert seconds < 20
+    assert mib < 1024

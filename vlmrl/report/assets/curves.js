@@ -55,11 +55,8 @@ const isZero = (name) => DATA.runs.every((run) => !run.curves[name] || run.curve
 
 function metricNames() {
   const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.curves)))];
-  const place = (name) => {
-    const at = DATA.groups.indexOf((DATA.metrics[name] || {}).group);
-    return at < 0 ? DATA.groups.length : at;
-  };
-  return names.sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
+  const place = (name) => (DATA.metrics[name] ? DATA.metrics[name].place : Infinity);
+  return names.sort((a, b) => (place(a) === place(b) ? 0 : place(a) - place(b)) || (a < b ? -1 : 1));
 }
 
 function curveCard(name, observer) {

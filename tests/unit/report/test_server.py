@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from made_runs import make_run
+
+from vlmrl.report.server import LivePage, Server, make_server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    page = LivePage([make_run(tmp_path / "run")], max_mib=15, max_age_s=0.0)
+    with make_server(page, port=0) as opened:
+        thread = threading.Thread(target=opened.serve_forever, args=(0.05,))
+        thread.start()
+        yield opened
+        opened.shutdown()
+        thread.join()
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        assert answer.headers["Cache-Control"] == "no-store"
+        text: str = answer.read().decode()
+        return text
+
+
+def test_the_page_is_served_as_the_run_is_now(server: Server, tmp_path: Path) -> None:
+    assert server.url.startswith("http://127.0.0.1:")
+    assert "later/metric" not in get(server.url)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 9, "later/metric": 1.0}\n')
+    assert "later/metric" in get(server.url)
+
+
+def test_without_the_secret_nothing_is_served(server: Server) -> None:
+    root = server.url.removesuffix(server.path)
+    for path in ("/", "/report.html", "/x" * 8, server.path[:-2]):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(root + path, timeout=60)
+
+
+def test_a_folder_that_is_gone_is_an_error_of_the_answer(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "run").rename(tmp_path / "away")
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(server.url, timeout=60)
