@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.report.curves import shortened
+from vlmrl.report.followed import followed_prompts
 from vlmrl.report.masking import mask_urls
 from vlmrl.report.pictures import Pictures
 from vlmrl.report.transcript_lines import (
@@ -69,7 +70,9 @@ def shown_rollouts(folder: Path, *, max_bytes: int, max_side: int) -> ShownRollo
     groups = {file: lines.groups for file, lines in read.items()}
     shown.changes = _changes(groups)
     skipped = 0
-    for group in _in_turns({file: order for name in {f.set for f in chosen} for file, order in _orders(groups, name)}):
+    orders = {file: order for name in {f.set for f in chosen} for file, order in _orders(groups, name)}
+    _follow(orders, groups, followed_prompts([file for file in files if file.set == TRAINING]))
+    for group in _in_turns(orders):
         skipped += not _add(shown, *group, pictures, max_bytes=max_bytes)
         if skipped > 100:  # full
             break
@@ -136,6 +139,23 @@ def _orders(
     rank = {source: number for number, source in enumerate(order)}
     for file, file_groups in of_set.items():
         yield file, sorted(file_groups, key=lambda g: rank.get(g.source, len(rank)))[:PROMPTS_PER_EVALUATION]
+
+
+def _follow(
+    orders: dict[TranscriptFile, list[Group]],
+    read: Mapping[TranscriptFile, Sequence[Group]],
+    followed: Mapping[str, Sequence[TranscriptFile]],
+) -> None:
+    """Add prompts that come up at several steps, second in each step, also at steps that are not shown otherwise."""
+    sources: dict[TranscriptFile, list[str]] = {}
+    for source, files in followed.items():
+        for file in files:
+            sources.setdefault(file, []).append(source)
+    for file, names in sources.items():
+        of_file = read[file] if file in read else read_lines(file.path).groups
+        found = [group for group in of_file if group.source in names and not group.left_out]
+        order = orders.get(file, [])
+        orders[file] = list({id(group): group for group in (*order[:1], *found, *order[1:])}.values())
 
 
 def _telling_first(groups: Sequence[Group]) -> list[Group]:

@@ -59,9 +59,29 @@ function draw() {
   document.getElementById("main").replaceChildren(...tabs[tab]().flat().filter(Boolean));
 }
 
+/** Load the page anew from time to time, and go on where the reader was. */
+function follow() {
+  setTimeout(() => {
+    sessionStorage.setItem("reader", JSON.stringify({ view, curveState, runIndex, top: window.scrollY, theme: document.documentElement.dataset.theme }));
+    location.reload();
+  }, DATA.follow_s * 1000);
+}
+
+function resume() {
+  const saved = DATA.follow_s && JSON.parse(sessionStorage.getItem("reader") || "null");
+  if (!saved) return 0;
+  view = saved.view;
+  runIndex = Math.min(saved.runIndex, DATA.runs.length - 1);
+  Object.assign(curveState, saved.curveState);
+  if (saved.theme) document.documentElement.dataset.theme = saved.theme;
+  return saved.top;
+}
+
 if (DATA.runs && DATA.runs.length) {
+  const top = resume();
   draw();
+  window.scrollTo(0, top);
   window.addEventListener("hashchange", () => TABS[location.hash.slice(1)] && openTab(location.hash.slice(1)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  if (DATA.follow_s) setTimeout(() => location.reload(), DATA.follow_s * 1000);
+  if (DATA.follow_s) follow();
 }

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from made_runs import evaluated, group, make_run, write_lines
+
+from vlmrl.report.followed import followed_prompts
+from vlmrl.report.rollouts import MAX_STEPS, evenly, shown_rollouts
+from vlmrl.report.transcript_lines import TRAINING, transcript_files
+
+
+def test_steps_are_the_first_the_last_and_some_evenly_between() -> None:
+    assert evenly(range(11), 3) == [0, 5, 10]
+    assert evenly([1, 2], 3) == [1, 2]
+
+
+def test_the_best_the_worst_and_the_most_mixed_group_come_first(tmp_path: Path) -> None:
+    groups = [group(1, number, responses=2, text="x") for number in range(30)]  # all mixed: rewards 1 and 0
+    for number, rewards in ((7, (1.0, 1.0)), (11, (0.0, 0.0)), (13, (5.0, -5.0))):
+        for response, reward in zip(groups[number]["responses"], rewards, strict=True):
+            response["reward"] = reward
+    groups[3]["left_out"] = True
+    write_lines(tmp_path / "step_000001.jsonl", groups)
+    shown = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64)
+    assert [g["index"] for g in shown.groups] == [0, 1, 2, 4, 5, 6, 7, 8, 11, 13]
+    assert shown.notes == ["10 of the 30 prompts of these steps are shown"]
+
+
+def test_evaluations_show_the_same_prompts_gained_and_lost(tmp_path: Path) -> None:
+    for step in (0, 5):
+        # Prompt 40 gains, prompt 41 loses, all others stay as they are.
+        scores = {40: float(step > 0), 41: float(step == 0)}
+        lines = [evaluated(step, number, score=scores.get(number, 0.5), text="x") for number in range(50)]
+        write_lines(tmp_path / f"eval_a%2Fb_step_{step:06d}.jsonl", lines)
+    shown = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64)
+    assert shown.changes == {"a/b": {"first_step": 0, "last_step": 5, "total": 50, "gained": 1, "lost": 1}}
+    before, after = ([g["index"] for g in shown.groups if g["step"] == step] for step in (0, 5))
+    assert before == after
+    assert {40, 41, 0} <= set(before)
+
+
+def test_a_long_run_shows_both_ends_and_says_what_is_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=200, prompts=1)
+    shown = shown_rollouts(folder / "rollouts", max_bytes=10**7, max_side=64)
+    steps = {g["step"] for g in shown.groups if g["set"] == TRAINING}
+    assert {1, 200} <= steps
+    assert f"{MAX_STEPS} of 200 steps are shown, evenly spread" in shown.notes
+
+
+def test_a_text_that_is_too_long_loses_its_middle(tmp_path: Path) -> None:
+    line = group(1, 0, responses=1, text="x")
+    line["responses"][0]["text"] = "a" * 10_000 + "b" * 10_000
+    write_lines(tmp_path / "step_000001.jsonl", [line])
+    (shown,) = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64).groups
+    text = shown["responses"][0]["text"]
+    assert text.startswith("aaa")
+    assert text.endswith("bbb")
+    assert "[8,000 characters are not shown]" in text
+
+
+def test_prompts_that_come_up_again_are_followed(tmp_path: Path) -> None:
+    # Prompt 5 comes up at steps 3 and 90 and gains; prompts of other steps come up once.
+    for step in range(1, 101):
+        lines = [group(step, 1000 + step, responses=2, text="x")]
+        if step in (3, 90):
+            lines.append(group(step, 5, responses=1, text="x"))
+            lines[-1]["responses"][0]["reward"] = float(step == 90)
+        write_lines(tmp_path / f"step_{step:06d}.jsonl", lines)
+    followed = followed_prompts([file for file in transcript_files(tmp_path) if file.set == TRAINING])
+    assert {source: [file.step for file in files] for source, files in followed.items()} == {"toy:5": [3, 90]}
+    shown = shown_rollouts(tmp_path, max_bytes=10**7, max_side=64)
+    assert [g["step"] for g in shown.groups if g["source"] == "toy:5"] == [3, 90]
+
+
+@pytest.mark.parametrize("name", ["../secret", "a/b", "", "x" * 300])
+def test_an_image_is_a_name_in_the_folder_and_not_a_path(name: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1, images=1)
+    (folder / "rollouts" / "secret.png").write_bytes((folder / "rollouts" / "media" / f"{0:032x}.png").read_bytes())
+    write_lines(folder / "rollouts" / "step_000001.jsonl", [group(1, 0, responses=1, text="x", images=[name])])
+    assert shown_rollouts(folder / "rollouts", max_bytes=10**6, max_side=64).images[name] == ""
