@@ -46,7 +46,7 @@ def test_the_overview_says_what_the_run_learnt(tmp_path: Path, quiet: Browser) -
     assert quiet.texts(".main .figure") == ["25 %", "75 %"]
     assert quiet.texts(".main .pill") == ["+50 points"]
     assert len(quiet.texts(".example")) == 2
-    assert quiet.evaluate("[...document.images].every(i => i.complete && i.naturalWidth === 64)")
+    quiet.wait("[...document.images].every(i => i.complete && i.naturalWidth === 64)")
 
 
 def test_curves_are_drawn_smoothed_filtered_and_zoomed(tmp_path: Path, quiet: Browser) -> None:
