@@ -28,8 +28,8 @@ from vlmrl.types import Metrics
 
 _DRAW_EVERY = 10
 """Steps between two drawings of curves.png: a drawing takes about a second."""
-_PAGE_LIMIT_S = 60.0
-"""Longest wait for the page at the end of a run."""
+_PAGE_LIMIT_S, _PAGE_LIMIT_OF_STOP_S = 60.0, 10.0
+"""Longest wait for the page at the end of a run, and of one that ends before its time: its grace may be short."""
 
 
 class Page(Protocol):
@@ -76,6 +76,7 @@ class RunReport:
         self._start_times = start_times or StartTimes()
         self._page = page
         self._facts = RunFacts(folder.facts)
+        self._page_limit_s = _PAGE_LIMIT_S
         self._first_step = 1
         self._is_plot_current = True
         self._drawing: Future[None] | None = None
@@ -97,6 +98,7 @@ class RunReport:
         for tracker in self._trackers:
             self._try(tracker.close, f"{_name(tracker)} did not close")
         self._note_end(error)
+        self._page_limit_s = _PAGE_LIMIT_S if error is None else _PAGE_LIMIT_OF_STOP_S
         if not self._is_plot_current:
             pool = ThreadPoolExecutor(max_workers=1)
             self._drawing = pool.submit(draw_curves, self._folder.metrics, self._folder.curves)
@@ -109,7 +111,7 @@ class RunReport:
         if self._drawing is not None:
             self._is_plot_current = self._try(self._drawing.result, self._plot_failure)
         if self._page is not None:
-            self._say_failure(self._page.wait(_PAGE_LIMIT_S))
+            self._say_failure(self._page.wait(self._page_limit_s))
 
     def note(self, **facts: Any) -> None:
         """Keep facts of the run for its page, such as its placement."""

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from made_runs import make_run
 
+from vlmrl.config.ckpt import Logger
+from vlmrl.observe.report import RunReport
+from vlmrl.observe.run_folder import RunFolder
 from vlmrl.report.background import BackgroundReport
 
 
@@ -50,3 +53,19 @@ def test_a_report_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
     report.finish_soon()  # the last one is always written
     report.wait(30)
     assert (tmp_path / "count").read_text() == "xx"
+
+
+def test_a_run_ends_with_a_page_that_says_so(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    (folder / "metrics.jsonl").unlink()
+    page = BackgroundReport(folder)
+    with RunReport(RunFolder(folder), logger=Logger(), config={}, title="test", page=page) as report:
+        report.begin(total_steps=2, done=0)
+        report.step(1, {"reward/mean": 0.25})
+        report.step(2, {"reward/mean": 0.75})
+    report.finish_drawing()
+    text = (folder / "report.html").read_text()
+    assert '"state":"finished"' in text
+    assert '"total_steps":2' in text
+    assert '"reward/mean":[[1,2],[0.25,0.75]]' in text
+    assert not list(folder.glob(".report*"))

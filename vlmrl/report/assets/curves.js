@@ -46,11 +46,14 @@ function drawCurves(body) {
   }, { rootMargin: "300px" });
   body.replaceChildren(...[...groups].map(([title, names]) => el("details", { open: true, class: "group" },
     el("summary", {}, el("h2", {}, title), el("span", { class: "muted" }, ` ${names.length}`)),
-    el("div", { class: "charts" }, names.filter((name) => !isZero(name)).map((name) => curveCard(name, observer))),
+    el("div", { class: "charts" }, names.filter((name) => !isZero(name) && !isOnce(name)).map((name) => curveCard(name, observer))),
+    names.some(isOnce) ? el("p", { class: "zeros" }, `Measured once: ${names.filter(isOnce).map((name) => `${name} ${onceValues(name)}`).join(", ")}`) : "",
     names.some(isZero) ? el("p", { class: "zeros" }, `Always 0: ${names.filter(isZero).join(", ")}`) : "")));
   if (!groups.size) body.replaceChildren(el("p", { class: "empty" }, "No metric has this name."));
 }
 
+const isOnce = (name) => !isZero(name) && DATA.runs.every((run) => !run.curves[name] || run.curves[name][0].length === 1);
+const onceValues = (name) => DATA.runs.map((run) => (run.curves[name] ? number(run.curves[name][1][0]) : "–")).join(" · ");
 const isZero = (name) => DATA.runs.every((run) => !run.curves[name] || run.curves[name][1].every((value) => value === 0));
 
 function metricNames() {
