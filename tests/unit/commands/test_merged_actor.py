@@ -49,8 +49,8 @@ def write(base: str, folder: Path, *, head: bool = False) -> torch.Tensor:
     plan = plan_adapter(Model(model_name_or_path=base), lora, processor(base, min_pixels=3136, max_pixels=100_000))
     assert plan is not None
     net = read(base)
-    inject_adapter(net, plan)
     torch.manual_seed(3)
+    inject_adapter(net, plan)
     with torch.no_grad():
         for _, parameter in adapter_tensors(net):
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -76,7 +76,7 @@ def test_engines_load_the_model_with_its_adapter_which_is_gone_after_the_run(bas
         merged = with_merged_actor(config, folder, stack, lines.append)
         assert (merged.actor.adapter_name_or_path, merged.eval) == (None, config.eval)
         assert not (folder.merged / "left by a kill").exists()
-        torch.testing.assert_close(logits(read(merged.actor.model_name_or_path)), with_adapter, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits(read(merged.actor.model_name_or_path)), with_adapter, atol=1e-3, rtol=1e-3)
         processor(merged.actor.model_name_or_path, min_pixels=3136, max_pixels=100_000)
     assert not folder.merged.exists()
     assert len(lines) == 1
