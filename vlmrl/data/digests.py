@@ -75,9 +75,11 @@ class RowHasher(NamedTuple):
         return None
 
     def prompt(self, row: int) -> str | None:
-        """Return the digest of what a row asks: its question, without any response, and the images with it. None when
-        it cannot be read."""
+        """Return the digest of what a row asks: its question, without any response, and the images with it; of a
+        generated row that of its key. None when it cannot be read."""
         with suppress(Exception):  # as above
+            if (key := self.rows.question_key(row)) is not None:
+                return _digest(_canonical(key))
             values = self.rows[row]
             question, images = _prompt(values, self.keys)
             images = images or as_list(value_at(values, self.keys["image_key"]))

@@ -48,7 +48,8 @@ class Duplicates(NamedTuple):
 def find_duplicates(training: Sequence[RowHasher], evaluation: Sequence[RowHasher]) -> Duplicates:
     """Compare all rows, ignoring labels, within the time limit; training rows come first.
 
-    Generated rows are skipped: their splits share no question, and small families repeat questions by design.
+    Generated rows are skipped: neither their splits nor a held-out part shares a question with the rows trained on, and
+    small families repeat questions by design.
     """
     deadline = time.monotonic() + _LIMIT_S
     first_row: dict[RowContent, str] = {}

@@ -20,9 +20,9 @@ def hold_out(sources: Sequence[RowHasher], fraction: float, *, seed: int) -> tup
     """Split each source into training rows and held-out rows; the split follows from the seed, and row order is kept.
 
     Rows with the same prompt, such as several pairs of responses to a question, stay together, so the held-out part may
-    be smaller than `fraction`; it is larger only if each prompt has more rows than that. All rows are read for this,
-    except generated ones, which are split one by one: small families repeat questions by design. Both parts of a source
-    have at least one row. Messages still name rows by their original numbers.
+    be smaller than `fraction`; it is larger only if each prompt has more rows than that. All rows are read for this; of
+    generated ones, whose small families repeat questions by design, only the keys. Both parts of a source have at least
+    one row. Messages still name rows by their original numbers.
 
     Raises:
         ConfigError: a source has only one row, or only one prompt.
@@ -44,8 +44,6 @@ def hold_out(sources: Sequence[RowHasher], fraction: float, *, seed: int) -> tup
 
 def _by_prompt(hasher: RowHasher, order: Ints) -> list[list[int]]:
     """Return the rows of each prompt, the prompts in `order` of their first rows; an unreadable row is alone."""
-    if hasher.rows.is_generated:
-        return [[int(row)] for row in order]
     groups: dict[str | int, list[int]] = {}
     for row in map(int, order):
         prompt = hasher.prompt(row)

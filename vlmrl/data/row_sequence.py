@@ -16,6 +16,11 @@ class RowSequence(Sequence[dict[str, Any]]):
     def _row(self, index: int) -> dict[str, Any]:
         """Make the row `index`, from -len to len - 1. Raises IndexError outside of that."""
 
+    def question_key(self, index: int) -> str | None:
+        """Return the identity of a generated row's question, without drawing its picture; None for other rows."""
+        del index
+        return None
+
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     @overload

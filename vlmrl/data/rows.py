@@ -72,6 +72,9 @@ class Rows(RowSequence):
     def _row(self, index: int) -> dict[str, Any]:
         return dict(self.rows[index])
 
+    def question_key(self, index: int) -> str | None:
+        return self.rows.question_key(index) if isinstance(self.rows, RowSequence) else None
+
 
 class GeneratedQuestion(Protocol):
     """A generated question whose picture is not drawn yet."""
@@ -106,6 +109,12 @@ class Generated(RowSequence):
         return self._size
 
     def _row(self, index: int) -> dict[str, Any]:
+        return self._question(index).row()
+
+    def question_key(self, index: int) -> str:
+        return self._question(index).key
+
+    def _question(self, index: int) -> GeneratedQuestion:
         if not -self._size <= index < self._size:
             raise IndexError(index)
         index %= self._size
@@ -113,7 +122,7 @@ class Generated(RowSequence):
         for _ in range(_MAX_TRIES):
             question = self._invent(rng, index)
             if is_in_split(question.key, self._split):
-                return question.row()
+                return question
         raise DataError(f"the generator has too few distinct questions to reserve any for split {self._split!r}")
 
 
@@ -136,6 +145,10 @@ class RowView(RowSequence):
 
     def _row(self, index: int) -> dict[str, Any]:
         return self._convert(self._rows[int(self._indices[index])])
+
+    def question_key(self, index: int) -> str | None:
+        rows = self._rows
+        return rows.question_key(int(self._indices[index])) if isinstance(rows, RowSequence) else None
 
 
 def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows]:

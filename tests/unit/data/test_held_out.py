@@ -4,7 +4,7 @@ import pytest
 
 from vlmrl.data.digests import RowHasher
 from vlmrl.data.held_out import hold_out
-from vlmrl.data.rows import Rows, first_rows
+from vlmrl.data.rows import Rows, first_rows, load_rows
 from vlmrl.errors import ConfigError
 
 KEYS = {"input_key": "input", "label_key": None, "image_key": None}
@@ -66,3 +66,22 @@ def test_rows_that_cannot_be_read_are_split_one_by_one() -> None:
     rows = Rows(name="bad", rows=[7, 8, 9], columns=("input",))  # type: ignore[list-item]
     kept, held = hold_out([RowHasher(rows, KEYS)], 0.5, seed=0)
     assert (len(kept[0]), len(held[0])) == (1, 2)
+
+
+def test_a_generated_question_is_trained_on_or_held_out_however_often_it_is_repeated() -> None:
+    rows = load_rows("arithmetic?size=2000", split="train", max_samples=1500, seed=0)
+    kept, held = hold_out([RowHasher(rows, KEYS)], 0.1, seed=0)
+    trained, tested = ({row["input"] for row in part} for part in (kept[0], held[0]))
+    assert len(held[0]) == 150
+    assert len(trained) + len(tested) < 1000, "questions are repeated"
+    assert not trained & tested
+
+
+def test_a_picture_is_trained_on_or_held_out_without_being_drawn() -> None:
+    rows = load_rows("visual_preferences?size=60&families=count", split="train", max_samples=100, seed=0)
+    keys = {rows.question_key(row) for row in range(60)}
+    assert None not in keys
+    kept, held = hold_out([RowHasher(rows, KEYS)], 0.25, seed=0)
+    assert {kept[0].question_key(row) for row in range(len(kept[0]))} == keys - {
+        held[0].question_key(row) for row in range(len(held[0]))
+    }
