@@ -86,7 +86,7 @@ class Data(Columns):
     """Use at most this many rows of each dataset."""
     eval_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Fraction of each dataset's rows that is held out of training, chosen by `train.seed`, and evaluated like
-    `eval.dataset`. Rows with the same prompt (question and images) are never divided."""
+    `eval.dataset`. Rows with the same prompt (question and images) are never divided, also over datasets."""
 
 
 def unread_of_columns(columns: Columns) -> Unread:

@@ -269,6 +269,8 @@ class Source:
         for rows in loaded:
             yield rows, self._stream([rows], run_sources=run_sources), len(rows)
         for rows, training_rows in zip(self._held_out, self._training_rows, strict=False):
+            if not rows:
+                continue
             first = first_rows(rows, held.max_samples)
             yield first, self._stream([first], run_sources=run_sources), len(rows) + len(training_rows)
 

@@ -19,14 +19,15 @@ def numbered(count: int, name: str = "mine") -> RowHasher:
 
 
 def test_each_source_is_split_without_overlap() -> None:
-    kept, held = hold_out([numbered(100, "a"), numbered(2, "b")], 0.1, seed=3)
+    kept, held = hold_out([numbered(100, "a"), asking(["200", "201"], "b")], 0.1, seed=3)
     assert [len(rows) for rows in kept] == [90, 1]
     assert [len(rows) for rows in held] == [10, 1]
     for k, h in zip(kept, held, strict=True):
         numbers = [row["input"] for row in [*k, *h]]
-        assert sorted(numbers, key=int) == [str(n) for n in range(len(numbers))]
-        assert k.row_name(0) == f"{k.name}:{k[0]['input']}"
-        assert h.row_name(len(h) - 1) == f"{h.name}:{h[-1]['input']}"
+        first = 0 if k.name == "a" else 200
+        assert sorted(numbers, key=int) == [str(first + n) for n in range(len(numbers))]
+        assert k.row_name(0) == f"{k.name}:{int(k[0]['input']) - first}"
+        assert h.row_name(len(h) - 1) == f"{h.name}:{int(h[-1]['input']) - first}"
         assert [row["input"] for row in h] == sorted((row["input"] for row in h), key=int)
     assert len(first_rows(held[0], 4)) == 4
 
@@ -85,3 +86,38 @@ def test_a_picture_is_trained_on_or_held_out_without_being_drawn() -> None:
     assert {kept[0].question_key(row) for row in range(len(kept[0]))} == keys - {
         held[0].question_key(row) for row in range(len(held[0]))
     }
+
+
+def prompts_of(parts: Sequence[Rows]) -> set[str]:
+    return {row["input"] for part in parts for row in part}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_of_several_sources_is_on_one_side_in_all_of_them(seed: int) -> None:
+    sources = [numbered(100, "a"), asking([str(n) for n in range(60, 140)], "b"), numbered(140, "c")]
+    kept, held = hold_out(sources, 0.1, seed=seed)
+    assert not prompts_of(kept) & prompts_of(held)
+    assert len(held[0]) == 10
+    assert len(held[1]) >= 8
+    assert prompts_of(held[:2]) <= prompts_of(held[2:])
+
+
+def test_a_source_whose_prompts_are_all_trained_on_holds_nothing_out() -> None:
+    trained = prompts_of(hold_out([numbered(100, "a")], 0.1, seed=0)[0])
+    kept, held = hold_out([numbered(100, "a"), asking(sorted(trained)[:5], "b")], 0.1, seed=0)
+    assert [(len(k), len(h)) for k, h in zip(kept, held, strict=True)] == [(90, 10), (5, 0)]
+
+
+def test_a_source_whose_prompts_are_all_held_out_cannot_be_trained_on() -> None:
+    tested = prompts_of(hold_out([numbered(100, "a")], 0.1, seed=0)[1])
+    with pytest.raises(ConfigError, match="leaves no row of dataset b to train on: all of its prompts are held out"):
+        hold_out([numbered(100, "a"), asking(sorted(tested)[:5], "b")], 0.1, seed=0)
+
+
+def test_unreadable_rows_of_several_sources_have_no_prompt_in_common() -> None:
+    bad = [
+        RowHasher(Rows(name=name, rows=[7] * 9, columns=("input",)), KEYS)  # type: ignore[list-item]
+        for name in ("a", "b")
+    ]
+    kept, held = hold_out(bad, 0.1, seed=0)
+    assert [(len(k), len(h)) for k, h in zip(kept, held, strict=True)] == [(8, 1), (8, 1)]

@@ -174,6 +174,19 @@ def test_held_out_rows_of_several_datasets_keep_their_columns(model: str, tmp_pa
     assert source.find_duplicates().in_evaluation == []
 
 
+def test_a_dataset_that_another_trains_on_whole_makes_no_evaluation_set(model: str, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    lines = [f'{{"input": "q{n}", "label": "{n}"}}\n' for n in range(20)]
+    one.write_text("".join(lines))
+    held = make_source(model, dataset=str(one), eval_fraction=0.25).evaluation()["one"]
+    names = {prompt.source for prompt in held}
+    other.write_text("".join([line for n, line in enumerate(lines) if f"one:{n}" not in names][:3]))
+    source = make_source(model, dataset=f"{one},{other}", eval_fraction=0.25)
+    assert {name: len(prompts) for name, prompts in source.evaluation().items()} == {"one": 5}
+    assert source.num_rows() == 18
+    assert source.find_duplicates().in_evaluation == []
+
+
 def test_dropped_held_out_rows_count_as_a_fraction_of_their_dataset(model: str, tmp_path: Path) -> None:
     file, rows = tmp_path / "rows.jsonl", [{"input": f"q{n}", "label": str(n)} for n in range(100)]
 
