@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,15 +105,17 @@ class SourceSettings:
     environments: EnvironmentSettings | None = None
     """Environments whose tools the prompts show, and whose conversations begin with them."""
 
-    def build(self) -> Source:
+    def build(self, *, share: Callable[[InlineMedia], Media] = put, label_check: LabelCheck | None = None) -> Source:
+        """Make the source. `label_check`: of `functions`; None: a new one, whose process ends with this one."""
+        check = judgement_problems if self.requirements.judged else label_check or LabelCheck(self.functions)
         return Source(
             model=self.model,
             trust_remote_code=self.trust_remote_code,
             data=self.data,
             evaluation=self.evaluation,
             seed=self.seed,
-            share=put,
-            label_problems=judgement_problems if self.requirements.judged else LabelCheck(self.functions),
+            share=share,
+            label_problems=check,
             requirements=self.requirements,
             tools=() if self.environments is None else self.environments.list_tools(),
             agent_max_images=None if self.environments is None else self.environments.agent.max_images,

@@ -15,7 +15,7 @@ from rich.text import Text
 from vlmrl.algorithms import advantages, losses
 from vlmrl.cluster.data import row_requirements
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.role_settings import environment_settings
+from vlmrl.cluster.role_settings import source_settings
 from vlmrl.cluster.roles import num_nodes_required, placement_table, plan_arguments
 from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.cluster.sync_plan import check_devices, check_engine_base
@@ -26,6 +26,7 @@ from vlmrl.config.stages import DpoConfig, SamplingConfig, SftConfig, Supervised
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.data.columns import find_columns
+from vlmrl.data.media import InlineMedia
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
@@ -38,7 +39,7 @@ from vlmrl.rewards.question_labels import label_questions
 from vlmrl.system import machine
 from vlmrl.system.plain_text import one_line, print_line
 from vlmrl.system.user_function import name_or_function
-from vlmrl.types import Prompt, Sample
+from vlmrl.types import Media, Prompt, Sample
 
 _NUM_SAMPLES = 100
 """Rows whose length with the response a dry run of `vlmrl sft` measures."""
@@ -245,22 +246,16 @@ def check_data(
         check_lengths(config)
     for line in (*format_checkpoint_plan(config), *warnings):
         print_line(console, line)
-    functions = tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else ()
-    environments = environment_settings(config) if isinstance(config, RlConfig | EvalConfig) else None
-    with closing(LabelCheck(functions)) as label_problems:
-        source = Source(
-            model=config.actor.model_name_or_path,
-            trust_remote_code=config.actor.trust_remote_code,
-            data=config.data,
-            evaluation=getattr(config, "eval", None),
-            seed=config.train.seed,
-            label_problems=label_problems,
-            requirements=row_requirements(config),
-            tools=() if environments is None else environments.list_tools(),
-            agent_max_images=None if environments is None else environments.agent.max_images,
-        )
-        _show_data(config, source, console)
+    # The source of the run, but endless: a dry run reads rows as prompts and again as samples.
+    settings = replace(source_settings(config), epochs=None)
+    with closing(LabelCheck(settings.functions)) as label_check:
+        _show_data(config, settings.build(share=_keep, label_check=label_check), console)
     console.print("dry run: nothing was started and nothing written")
+
+
+def _keep(media: InlineMedia) -> Media:
+    """Leave the pixels in this process: nothing stores them for others."""
+    return media
 
 
 def _place(config: TrainingConfig | EvalConfig, adapter: AdapterPlan | None, console: Console) -> None:
@@ -287,6 +282,8 @@ def _show_data(config: TrainingConfig | EvalConfig, source: Source, console: Con
     """Read the first training rows and all evaluation rows, and print a summary."""
     if isinstance(config, RlConfig) and config.reward.functions:
         print_line(console, source.check_labels())
+    if isinstance(config, DpoConfig) and not config.dpo.is_paired:
+        source.check_classes()
     table = Table(title="data")
     for column in ("set", "rows", "read", "longest prompt", "images"):
         table.add_column(column)

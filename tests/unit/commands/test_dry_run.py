@@ -179,6 +179,40 @@ def test_a_dry_run_of_a_reward_model_reads_pairs_or_steps(
     assert "2 labels for 1 steps; it has no rm.process_separator" in capsys.readouterr().err
 
 
+def judged_run(model: str, folder: Path, labels: list[Any], *flags: str) -> int:
+    rows = [{"input": f"{n}?", "response": "a", "good": label} for n, label in enumerate(labels)]
+    (folder / "judged.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = ["--data.prompt_dataset", str(folder / "judged.jsonl"), "--train.batch_size", "4", "--dpo.loss", "kto"]
+    columns = ["--data.output_key", "response", "--data.label_key", "good"]
+    return dry_run("dpo", model, folder / "out", *data, *columns, *flags)
+
+
+def test_a_dry_run_of_kto_finds_labels_that_are_no_judgements(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert judged_run(model, tmp_path, [True, False] * 4) == 0, capsys.readouterr().err
+    assert judged_run(model, tmp_path, ["yes", True, False, False]) == 2
+    assert "1 label unusable; the last: judged:0" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_kto_finds_that_one_class_is_missing(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert judged_run(model, tmp_path, [True] * 8) == 2
+    assert "all of the 8 rows read are desirable by column 'good'" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_kto_asks_only_questions_with_a_judgement(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"input": f"{n}?", "response": "a", "good": label} for n, label in enumerate(["yes", True, False, True])]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--eval.dataset", str(tmp_path / "test.jsonl"), "--eval.generate_enable", "--reward.functions", "exact"]
+    flags += ["--data.max_dropped_fraction", "0.5", "--train.colocate_all"]
+    assert judged_run(model, tmp_path, [True, False] * 4, *flags) == 0, capsys.readouterr().err
+    assert "evaluation: test" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
