@@ -85,9 +85,12 @@ def _assign(samples: Sequence[Sample], num_ranks: int, cost: PackCost, *, whole_
         loads, shares = _longest_first(entries, num_ranks)
         if best is None or max(loads) < best[0]:
             best = max(loads), [sorted(i for unit in share for i in unit) for share in shares]
-        busiest = shares[loads.index(max(loads))]
-        divisible = [entry for entry in entries if entry[1] in busiest and cuts_of(entry[1])]
-        if max(loads) <= TOLERANCE * sum(loads) / num_ranks or not divisible:
+        if max(loads) <= TOLERANCE * sum(loads) / num_ranks:
+            return best[1]
+        # Units are told apart by their first sample: comparing lists would take the square of their number.
+        busiest = {unit[0] for unit in shares[loads.index(max(loads))]}
+        divisible = [entry for entry in entries if entry[1][0] in busiest and cuts_of(entry[1])]
+        if not divisible:
             return best[1]
         largest = max(divisible, key=lambda entry: entry[0])
         entries.remove(largest)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vlmrl.data import balance
 from vlmrl.data.balance import spread
 from vlmrl.data.media import Blank
 from vlmrl.data.packing import FILLER, Branch, Pack
@@ -175,3 +176,18 @@ def test_whole_responses_are_in_one_pack_on_one_rank(layout: str, num_ranks: int
     packs = [pack for of_rank in ranks for pack in of_rank]
     for number in range(12):
         assert sum(number in {s.response for s in pack.samples} for pack in packs) == 1
+
+
+def test_the_work_does_not_grow_with_the_square_of_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparisons = 0
+
+    class Unit(list[int]):  # noqa: PLW1641 - no list has a hash
+        def __eq__(self, other: object) -> bool:
+            nonlocal comparisons
+            comparisons += 1
+            return super().__eq__(other)
+
+    monkeypatch.setattr(balance, "units", lambda samples, finest: [Unit([i]) for i in range(len(samples))])
+    ranks = run([text(5, group=i) for i in range(400)])
+    assert [len(rank) for rank in ids(ranks)] == [200, 200]
+    assert comparisons < 400
