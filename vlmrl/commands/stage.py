@@ -82,7 +82,9 @@ def _train(config: SupervisedConfig, run: StageRun, stage: Stage, *, has_adapter
     run.builder.stack.enter_context(checkpoints.saving_on_stop())
     if done == 0 or checkpoints.evaluation_is_pending:
         report.evaluation(done, evaluations.run(done))
-    if evaluations.stop_reason is not None:  # the evaluation that a stop had interrupted was the last
+    else:
+        evaluations.resume(done)
+    if evaluations.stop_reason is not None:  # a resumed run that was, or now is, no longer improving
         ending = Ending(done, evaluations.stop_reason)
     else:
         ending = fit(

@@ -12,6 +12,7 @@ from vlmrl.errors import StorageError, VlmrlError
 from vlmrl.observe.report import RunReport
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
+from vlmrl.trainer.best_model import Best, read_best
 from vlmrl.trainer.collect import Ending
 from vlmrl.trainer.rl import LoopState
 from vlmrl.trainer.run_checkpoints import RunCheckpoints
@@ -112,10 +113,22 @@ class Evaluations:
         with stops.uninterrupted():
             best = self.checkpoints.keep_best(step, metrics)
         self.last_evaluated, self.checkpoints.evaluation_is_pending = step, False
-        patience = self.config.eval.early_stop_patience if isinstance(self.config, SupervisedConfig) else None
+        self._end_if_not_better(step, best)
+        return metrics
+
+    def resume(self, done: int) -> None:
+        """End a resumed run at once whose evaluations had already stopped improving before its checkpoint."""
+        if self._patience is not None and (metric := self.config.ckpt.best_metric_key) is not None:
+            self._end_if_not_better(done, read_best(self.checkpoints.folder.best, metric=metric))
+
+    @property
+    def _patience(self) -> int | None:
+        return self.config.eval.early_stop_patience if isinstance(self.config, SupervisedConfig) else None
+
+    def _end_if_not_better(self, step: int, best: Best | None) -> None:
+        patience = self._patience
         if best is not None and patience is not None and step - best.step >= patience * self.config.eval.steps:
             self.stop_reason = (
                 f"{best.metric} has not been better than at step {best.step} ({best.value:.4g}) in {patience} "
                 "evaluations (eval.early_stop_patience)"
             )
-        return metrics
