@@ -57,6 +57,7 @@ class Evaluations:
         except VlmrlError as error:
             saved = "whose model is saved" if is_last else "which is saved for --ckpt.load_enable"
             self.error = type(error)(f"evaluation after step {step}, {saved}: {error}")
+            self.checkpoints.evaluation_is_pending = True
             return {}
 
     def finish_early(self, ending: Ending, *, has_adapter: bool) -> None:

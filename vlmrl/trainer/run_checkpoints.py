@@ -112,7 +112,7 @@ class RunCheckpoints:
     last_step: FinishedStep | None = None
     """Kept because a stop may ask for its checkpoint after prompts for the next step have been drawn."""
     evaluation_is_pending: bool = False
-    """A stop interrupted the evaluation of the last step: the resumed run makes it first."""
+    """The evaluation of the last step failed, or a stop interrupted it: the resumed run makes it first."""
 
     def restore(self) -> tuple[int, LoopState | None]:
         """Resume from the newest undamaged checkpoint, if `ckpt.load_enable` is set and there is one.

@@ -39,6 +39,7 @@ class Log:
         self.lines: list[Any] = []
         self.saved = saved
         self.is_full = False
+        self.evaluation_is_pending = self.is_pending_in_checkpoint = False
 
     @contextmanager
     def phase(self, name: str) -> Any:
@@ -58,6 +59,7 @@ class Log:
 
     def save(self, step: int, state: LoopState, *, force: bool) -> None:
         self.lines.append(("save", step, force))
+        self.is_pending_in_checkpoint = self.evaluation_is_pending
         if self.is_full:
             raise StorageError("the disk is full")
 
@@ -119,6 +121,17 @@ def test_the_model_is_saved_when_the_last_evaluation_fails() -> None:
     assert log.lines[-1] == "models"
 
 
+@pytest.mark.parametrize("step", [7, 50])
+def test_an_evaluation_that_failed_is_made_by_the_resumed_run(step: int) -> None:
+    log = Log()
+    ends = evaluations(log, eval={"dataset": "toy", "steps": 7})
+    ends.failure = RewardError("no server responds")
+    assert ends.after_step(step) == {}
+    with pytest.raises(RewardError, match=f"evaluation after step {step}"):
+        ends.save(step, LoopState(0.0), has_adapter=False)
+    assert log.is_pending_in_checkpoint
+
+
 def test_an_exhausted_run_names_its_last_checkpoint(tmp_path: Path) -> None:
     error = ExhaustedError("kept 0 of 60 groups")
     assert evaluations(Log()).save_on_error(error) is error, "nothing was learnt"
@@ -176,7 +189,7 @@ def test_a_stop_interrupts_an_evaluation_but_not_its_step() -> None:
             ends.save(7, LoopState(0.0), has_adapter=False)
         with pytest.raises(Stopped):
             stops.raise_if_requested()
-    assert log.evaluation_is_pending  # type: ignore[attr-defined]
+    assert log.evaluation_is_pending
     assert log.lines == [("save", 7, False)]
 
 
