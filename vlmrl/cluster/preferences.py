@@ -70,7 +70,8 @@ class PreferencePolicy(RemotePolicy):
             if missing := self._cache.missing(samples):
                 raise ConfigError(
                     f"the precomputed reference lacks {len(missing)} responses, the first of row {missing[0].source}: "
-                    "give the same data and train.batch_size as before, or start in a new output folder"
+                    "give the same data.* settings, model and train.batch_size as before, or start in a new output "
+                    "folder"
                 )
             return self._cache.values(samples)
         if self._reference is None:

@@ -21,8 +21,7 @@ from vlmrl.data.preference_step import summed
 from vlmrl.data.reference_cache import ReferenceCache
 from vlmrl.errors import ConfigError, EndOfRowsError
 from vlmrl.models.adapter_files import base_fingerprint
-from vlmrl.observe.report import RunReport
-from vlmrl.observe.run_folder import RunFolder
+from vlmrl.plugins import Processor
 from vlmrl.trainer.evaluation import with_metric_names
 from vlmrl.trainer.preference_evaluation import PreferenceEvaluation
 from vlmrl.types import Metrics, Sample
@@ -43,7 +42,7 @@ def _start(config: DpoConfig, run: StageRun) -> Stage:
     cache = None
     if config.dpo.needs_reference and config.dpo.precompute_reference:
         # The policy still has its initial weights: checkpoints are restored later, and a new adapter adds nothing.
-        cache = _precomputed(config, run.folder, rows, list(sets.values()), learners.policy, report)
+        cache = _precomputed(config, run, list(sets.values()), learners.policy)
     loss, max_len = preference_loss(config), config.data.max_len
     policy = PreferencePolicy(learners.policy, loss, learners.reference, cache, max_len=max_len)
     measure: Measure = PreferenceEvaluation(sets, policy).measure
@@ -78,17 +77,10 @@ def _batches(config: DpoConfig, rows: RemotePrompts, num_rows: int) -> Iterator[
             yield batch
 
 
-def _precomputed(
-    config: DpoConfig,
-    folder: RunFolder,
-    rows: RemotePrompts,
-    sets: Sequence[Pairs | Judged],
-    model: Reference,
-    report: RunReport,
-) -> ReferenceCache:
+def _precomputed(config: DpoConfig, run: StageRun, sets: Sequence[Pairs | Judged], model: Reference) -> ReferenceCache:
     """Compute the reference of all rows that the run draws, and of those held out, as far as its file lacks them."""
-    name = config.actor.model_name_or_path
-    cache = ReferenceCache(folder.reference, reference=_identity(config))
+    rows, path = run.rows, run.folder.reference
+    cache = ReferenceCache(path, reference=_identity(config))
 
     def add(batch: Pairs | Judged) -> None:
         samples: list[Sample] = list(batch.samples)
@@ -100,22 +92,42 @@ def _precomputed(
     for batch in sets:
         add(batch)
     before = rows.state()
-    data, num_rows = _digest(before["data"]), _rows_to_draw(config, rows.num_rows)
+    data = _digest([before["data"], _settings_of_tokens(config, run.processor)])
+    num_rows = _rows_to_draw(config, run.num_rows)
+    is_complete = cache.is_complete(num_rows, data=data)
+    if not is_complete:
+        # A resumed run has drawn rows in the batches of another one, and draws the rest of its steps in its own.
+        num_rows = min(cache.num_rows + num_rows, run.num_rows * config.train.max_epochs)
     # The rows of the batches do not depend on their size, but the baseline of KTO does.
-    if not cache.is_complete(num_rows, data=data) or not config.dpo.is_paired:
+    if not is_complete or not config.dpo.is_paired:
         for batch in _batches(config, rows, num_rows):
             add(batch)
         rows.load_state(before)
+    if not is_complete:
         cache.set_complete(num_rows, data=data)
-    report.say(f"reference: log-probs of {len(cache)} responses under {name}, in {folder.reference}")
+    run.report.say(f"reference: log-probs of {len(cache)} responses under {config.actor.model_name_or_path}, in {path}")
     return cache
 
 
 def _rows_to_draw(config: DpoConfig, num_rows: int) -> int:
-    """Return the number of rows that the run may draw, also if it is resumed with batches of another size."""
+    """Return the number of rows that a new run may draw."""
     if config.train.max_steps is not None:
         return last_step(config, num_rows) * config.train.batch_size
     return num_rows * config.train.max_epochs
+
+
+def _settings_of_tokens(config: DpoConfig, processor: Processor) -> list[Any]:
+    """Return what decides, besides the rows, which tokens and images a run draws, as JSON."""
+    tokenizer = processor.tokenizer
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    batches = None if config.train.max_steps is None else [config.train.batch_size, config.train.max_steps]
+    return [
+        config.data.model_dump(mode="json"),
+        vocabulary,
+        tokenizer.chat_template,
+        processor.resize_settings,
+        batches,
+    ]
 
 
 def _identity(config: DpoConfig) -> str:

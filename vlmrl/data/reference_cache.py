@@ -44,6 +44,11 @@ class ReferenceCache:
     def __len__(self) -> int:
         return len(self._values)
 
+    @property
+    def num_rows(self) -> int:
+        """The largest number of rows that were all there, of any data."""
+        return max(self._complete.values(), default=0)
+
     def missing(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples without a value, each content once."""
         new = {key: sample for sample in samples if (key := sample_key(sample)) not in self._values}

@@ -11,6 +11,7 @@ import pytest
 
 from vlmrl.commands.dpo import _precomputed
 from vlmrl.commands.questions import questions_of
+from vlmrl.commands.stage import StageRun
 from vlmrl.config.load import load
 from vlmrl.config.stages import DpoConfig
 from vlmrl.data.judgements import Judged, mismatched
@@ -78,8 +79,32 @@ def config(*words: str) -> DpoConfig:
     return load(DpoConfig, [*needed, *words])
 
 
-def compute(settings: DpoConfig, folder: Path, rows: Rows, model: Counted, *sets: Any) -> Any:
-    return _precomputed(settings, RunFolder(folder), rows, sets, model, Report())  # type: ignore[arg-type]
+class Words:
+    """A processor with a tokenizer."""
+
+    resize_settings = ""
+
+    def __init__(self, chat_template: str = "plain", **words: int) -> None:
+        self.tokenizer = self
+        self.chat_template, self._words = chat_template, words
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._words
+
+
+def compute(
+    settings: DpoConfig, folder: Path, rows: Rows, model: Counted, *sets: Any, processor: Words | None = None
+) -> Any:
+    run: Any = StageRun(
+        RunFolder(folder),
+        processor or Words(),  # type: ignore[arg-type]
+        None,
+        None,  # type: ignore[arg-type]
+        Report(),  # type: ignore[arg-type]
+        rows,  # type: ignore[arg-type]
+        rows.num_rows,
+    )
+    return _precomputed(settings, run, sets, model)
 
 
 def test_every_row_of_the_run_is_scored_once_also_by_a_resumed_run(tmp_path: Path) -> None:
@@ -97,6 +122,38 @@ def test_every_row_of_the_run_is_scored_once_also_by_a_resumed_run(tmp_path: Pat
     changed = Rows("another prompt")
     compute(settings, tmp_path, changed, other, held_out)
     assert changed.num_draws == 5, "other data are looked through"
+
+
+def test_a_resumed_run_with_other_tokens_looks_through_its_rows_again(tmp_path: Path) -> None:
+    first = Words(yes=1)
+    compute(config("--train.batch_size", "5"), tmp_path, Rows(), Counted(), processor=first)
+    for words, processor, num_draws in (
+        ([], first, 0),
+        (["--data.max_len", "9"], first, 2),
+        (["--data.system_prompt", "Be brief."], first, 2),
+        ([], Words(no=1), 2),
+        ([], Words("with dates", yes=1), 2),
+    ):
+        rows = Rows()
+        compute(config("--train.batch_size", "5", *words), tmp_path, rows, Counted(), processor=processor)
+        assert rows.num_draws == num_draws, (words, processor.chat_template)
+
+
+def test_a_run_that_is_resumed_with_smaller_batches_has_the_reference_of_all_its_rows(tmp_path: Path) -> None:
+    class Many(Rows):
+        num_rows = 100
+
+        def draw_pairs(self, count: int) -> tuple[Pairs, Metrics]:
+            samples = [sample(2 * row + place) for row in self._next(count) for place in (0, 1)]
+            return Pairs(samples, np.zeros(count, dtype=np.float32)), {}
+
+    compute(config("--train.batch_size", "8", "--train.max_steps", "3"), tmp_path, Many(), Counted())
+    # Three steps of 8 are made: 9 more of 2 end with row 42.
+    cache = compute(config("--train.batch_size", "2", "--train.max_steps", "12"), tmp_path, Many(), Counted())
+    assert cache.missing([sample(number) for number in range(2 * 42)]) == []
+    again = Many()
+    compute(config("--train.batch_size", "2", "--train.max_steps", "12"), tmp_path, again, Counted())
+    assert again.num_draws == 0
 
 
 def test_a_reference_in_other_numbers_is_not_used(tmp_path: Path) -> None:
