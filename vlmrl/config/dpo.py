@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vlmrl.config.base import NonNegativeFloat, PositiveFloat, Section, Unread
+from vlmrl.config.lora import Lora
 
 Loss = Literal["dpo", "ipo", "kto", "orpo", "simpo", "bco", "mpo"]
 
@@ -118,3 +119,13 @@ def conflicts_of_batch(dpo: Dpo, *, batch_size: int) -> list[str]:
     if dpo.is_paired or batch_size > 1:
         return []
     return ["dpo.loss kto compares the responses of a step with other prompts: set train.batch_size above 1"]
+
+
+def conflicts_of_dropout(dpo: Dpo, lora: Lora) -> list[str]:
+    if not dpo.needs_reference or lora.rank == 0 or lora.dropout == 0:
+        return []
+    conflict = (
+        f"ds.lora.dropout {lora.dropout:g} makes each log-ratio to the reference noisy, from which dpo.loss {dpo.loss} "
+        "learns: set it to 0"
+    )
+    return [conflict]

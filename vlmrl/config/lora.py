@@ -20,7 +20,7 @@ class Lora(Section):
     alpha: PositiveFloat = 16.0
     """Adapters are scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout probability on the adapters' inputs, in updates only."""
+    """Dropout probability on the adapters' inputs, in updates only; not with a reference of preferences (`dpo`)."""
     target_modules: Annotated[tuple[Text, ...], Field(min_length=1)] = ("all-linear",)
     """Layers that get an adapter. `all-linear`: those of the language model; `vision`: those of tower and projector;
     `all`: all that are not frozen; or names of the language model's layers, such as `q_proj v_proj`."""

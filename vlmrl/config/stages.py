@@ -178,5 +178,6 @@ class DpoConfig(SamplingConfig):
             *dpo.conflicts_of_ref(self.dpo, model=self.ref.model_name_or_path),
             *dpo.conflicts_of_adapter(adapter=self.actor.adapter_name_or_path, is_base=self.reference_is_base),
             *dpo.conflicts_of_batch(self.dpo, batch_size=self.train.batch_size),
+            *dpo.conflicts_of_dropout(self.dpo, self.ds.lora),
             *super().conflicts(),
         ]

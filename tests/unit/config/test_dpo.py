@@ -44,6 +44,7 @@ def test_the_reference_is_a_copy_the_base_or_computed_before(line: str, has_refe
         ("--dpo.precompute_reference --ref.num_gpus_per_node 2", "with the actor's ranks"),
         ("--dpo.precompute_reference --ref.model_name_or_path r", "names another model, r: leave one of them out"),
         ("--dpo.loss kto --train.batch_size 1", "set train.batch_size above 1"),
+        ("--ds.lora.rank 4 --ds.lora.dropout 0.1", "makes each log-ratio to the reference noisy"),
         ("--data.margin_key m", "--data.margin_key: "),
         ("--dpo.label_smoothing 0.5", "less than 0.5"),
     ],
@@ -51,6 +52,10 @@ def test_the_reference_is_a_copy_the_base_or_computed_before(line: str, has_refe
 def test_a_setting_that_has_no_effect_is_refused(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(line)
+
+
+def test_losses_without_a_reference_may_have_dropout() -> None:
+    assert read("--dpo.loss simpo --ds.lora.rank 4 --ds.lora.dropout 0.1").ds.lora.dropout == 0.1
 
 
 def test_mpo_has_an_nll_term_by_default() -> None:
