@@ -20,7 +20,7 @@ from vlmrl.algorithms.preference_loss import (
 )
 from vlmrl.data.judgements import Judged
 from vlmrl.data.pairs import Pairs
-from vlmrl.data.preference_step import summed
+from vlmrl.data.preference_step import chosen_tokens, summed
 from vlmrl.types import Floats, Metrics, Sample
 
 
@@ -57,9 +57,12 @@ class PreferenceEvaluation:
         self._references: dict[str, NDArray[np.float64]] = {}
 
     def measure(self, step: int) -> Metrics:
-        """Return `eval/<set>/loss`, `eval/<set>/margin` and `eval/<set>/accuracy` of each set: the share of pairs
-        whose chosen response has the larger reward, where equal ones count as half. Single responses are compared with
-        those of the other class: all of them with all."""
+        """Return `eval/<set>/loss`, `eval/<set>/margin` and `eval/<set>/accuracy` of each set.
+
+        The loss is the trained one, with its NLL term. Accuracy is the share of pairs whose chosen response has the
+        larger reward, where equal ones count as half. Single responses are compared with those of the other class: all
+        of them with all.
+        """
         metrics: Metrics = {}
         with self._model.uncounted():
             for name, rows in self._sets.items():
@@ -75,6 +78,7 @@ class PreferenceEvaluation:
         values = rewards(model.loss, policy, reference)
         if isinstance(rows, Pairs):
             losses = pair_losses(model.loss, policy, reference, Offsets(delta=model.delta))
+            nll = -float(policy.sums[0::2].sum()) / chosen_tokens(samples)
             margins = values[0::2] - values[1::2]
         else:
             desirable = torch.tensor(rows.desirable)  # a copy: arrays from other processes cannot be written to
@@ -83,7 +87,7 @@ class PreferenceEvaluation:
             return {f"eval/{name}/loss": float(losses.mean())} | _compared(name, values[desirable], values[~desirable])
         right = (margins > 0).double() + 0.5 * (margins == 0).double()
         return {
-            f"eval/{name}/loss": float(losses.mean()),
+            f"eval/{name}/loss": float(losses.mean()) + model.loss.nll_coef * nll,
             f"eval/{name}/accuracy": float(right.mean()),
             f"eval/{name}/margin": float(margins.mean()),
         }

@@ -22,8 +22,8 @@ class Scripted:
 
     delta = 0.0
 
-    def __init__(self, kind: str) -> None:
-        self.loss = PreferenceLoss(kind=kind, beta=1.0)
+    def __init__(self, kind: str, *, nll_coef: float = 0.0) -> None:
+        self.loss = PreferenceLoss(kind=kind, beta=1.0, nll_coef=nll_coef)
         self.num_references = 0
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -57,6 +57,16 @@ def test_accuracy_counts_equal_rewards_as_half() -> None:
     assert evaluation.measure(1) == expected
     assert evaluation.measure(2) == expected
     assert model.num_references == 1
+
+
+def test_the_loss_has_the_nll_term_that_is_trained() -> None:
+    # The chosen responses have one token each, with log-probs -1, -3 and -2: their mean NLL is 2.
+    pairs = Pairs(samples(1, 2, 3, 1, 2, 2), np.zeros(3, dtype=np.float32))
+    plain, with_nll = (
+        PreferenceEvaluation({"toy": pairs}, Scripted("dpo", nll_coef=coef)).measure(1)["eval/toy/loss"]
+        for coef in (0.0, 0.5)
+    )
+    assert with_nll - plain == pytest.approx(0.5 * 2)
 
 
 def test_single_responses_are_compared_with_all_of_the_other_class() -> None:
