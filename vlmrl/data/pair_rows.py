@@ -119,7 +119,7 @@ def _system_of(
     if not is_conversation(given):
         return []
     asked, own = ([message for message in side if message.get("role") in _SYSTEM_ROLES] for side in (given, history))
-    if own and asked and [message.get("content") for message in own] != [message.get("content") for message in asked]:
+    if own and asked and (len(own) != len(asked) or not all(map(_repeats_content, asked, own))):
         raise DataError(f"columns {input_key!r} and {column!r} have different system messages")
     return [] if own else asked
 
@@ -127,8 +127,30 @@ def _system_of(
 def _repeats(given: Any, history: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the column of questions holds what the conversation has too, as in UltraFeedback."""
     if is_conversation(given):
-        asked = [message.get("content") for message in given if message.get("role") == "user"]
+        asked = [message for message in given if message.get("role") == "user"]
     else:
-        asked = [given]
-    contents = [message.get("content") for message in history if message.get("role") == "user"]
-    return bool(asked) and all(content in contents for content in asked)
+        asked = [{"role": "user", "content": given}]
+    turns = [message for message in history if message.get("role") == "user"]
+    return bool(asked) and all(any(_repeats_content(message, turn) for turn in turns) for message in asked)
+
+
+def _repeats_content(message: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the other message has all that this one has: the same content, or the same text where this one has
+    nothing else. A text equals a list with a part of this text."""
+    content, text = message.get("content"), _text(message)
+    return content == other.get("content") or (_is_text(content) and text == _text(other))
+
+
+def _is_text(content: Any) -> bool:
+    """Whether a content is a text, or a list of parts of text only."""
+    if not isinstance(content, list | tuple):
+        return isinstance(content, str)
+    return all(isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") == "text") for part in content)
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, that of its parts joined."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))

@@ -41,6 +41,39 @@ def test_a_conversation_has_its_question(conversation: Any, given: dict[str, Any
     assert side == (turns(("user", "2 + 2?")), (), "four")
 
 
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        ("a", [{"type": "text", "text": "a"}]),
+        ("a b", [{"type": "text", "text": "a "}, {"type": "text", "text": "b", "index": None}]),
+        ("a", [IMAGE, {"type": "text", "text": "a"}]),
+        (turns(("user", [{"type": "text", "text": "a"}])), "a"),
+        (turns(("system", "s"), ("user", "a")), "a"),
+    ],
+)
+def test_a_question_is_repeated_in_whatever_form_its_text_has(given: Any, first: Any) -> None:
+    system = turns(("system", [{"type": "text", "text": "s"}]))
+    side = read_side({"input": given, "chosen": [*system, *turns(("user", first)), said("c")]}, KEYS, "chosen_key")
+    assert [message["role"] for message in side.question] == ["system", "user"]
+    assert list(side.images) == ["a.png"] * (first[0] == IMAGE)
+    assert side.response == "c"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("b", "has a question of its own"),
+        (turns(("user", [IMAGE, {"type": "text", "text": "a"}])), "has a question of its own"),  # its image
+        (turns(("system", "t"), ("user", "a")), "different system messages"),
+        (turns(("system", "s"), ("system", "s"), ("user", "a")), "different system messages"),
+    ],
+)
+def test_a_question_that_differs_from_the_conversation_is_refused(given: Any, problem: str) -> None:
+    row = {"input": given, "chosen": turns(("system", "s"), ("user", "a"), ("assistant", "c"))}
+    with pytest.raises(UnusableError, match=problem):
+        read_side(row, KEYS, "chosen_key")
+
+
 def test_a_conversation_that_the_assistant_begins_continues_the_question() -> None:
     alone = read_side({"input": "a", "chosen": [said("b")]}, KEYS, "chosen_key")
     assert alone == ("a", (), "b")
