@@ -17,7 +17,8 @@ class Loop(Section):
     batch_size: PositiveInt = 128
     """Samples per optimizer step, over all ranks; for pairs of responses, pairs."""
     micro_batch_size: PositiveInt | None = None
-    """Maximum number of samples in one forward pass; by default only `max_tokens_per_gpu` limits it."""
+    """Maximum number of samples in one forward pass; by default only `max_tokens_per_gpu` limits it. Responses that one
+    loss compares stay in one pass: a pair counts as two samples, also where the maximum is 1."""
     max_tokens_per_gpu: PositiveInt = 16192
     """Token budget of one forward-backward pass on one rank."""
     layout: Layout = "shared"

@@ -191,3 +191,9 @@ def test_the_work_does_not_grow_with_the_square_of_the_groups(monkeypatch: pytes
     ranks = run([text(5, group=i) for i in range(400)])
     assert [len(rank) for rank in ids(ranks)] == [200, 200]
     assert comparisons < 400
+
+
+def test_a_pair_stays_in_one_pack_whatever_the_limit_of_samples() -> None:
+    pairs = [replace(text(10, group=number // 2), response=number // 2) for number in range(6)]
+    ranks = run(pairs, num_ranks=1, max_samples=1, whole_responses=True)
+    assert [pack.ids for pack in ranks[0]] == [(0, 1), (2, 3), (4, 5)]
