@@ -62,8 +62,7 @@ class RowOrder:
     def at(self, k: int) -> RowIndex:
         if self._shares is None:
             pooled = self._row(_POOL, int(self._starts[-1]), k)
-            source = int(np.searchsorted(self._starts, pooled, side="right")) - 1
-            return RowIndex(source, pooled - int(self._starts[source]))
+            return self.in_order(pooled)
         block, offset = divmod(k, _BLOCK)
         while len(self._blocks) <= block:
             rng = self._rng(_CHOICES, len(self._blocks))
@@ -73,6 +72,11 @@ class RowOrder:
         source = int(self._blocks[block][offset])
         taken = self._taken_before[block][source] + np.count_nonzero(self._blocks[block][:offset] == source)
         return RowIndex(source, self._row(source, self._sizes[source], int(taken)))
+
+    def in_order(self, position: int) -> RowIndex:
+        """Return the row at a position of all sources behind each other, regardless of shares and seed."""
+        source = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return RowIndex(source, position - int(self._starts[source]))
 
     def _row(self, stream: int, size: int, k: int) -> int:
         """Return the k-th row of a stream that permutes `size` rows anew in every episode."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain, islice
 from typing import Any
 
 from vlmrl.config.data import Columns
@@ -159,11 +158,9 @@ class PromptStream:
 
         Held-out rows are part of a dataset of `part_of` rows: dropped rows are then counted as a fraction of all of it.
         """
-        rows = chain.from_iterable(
-            (RowIndex(s, row) for row in range(len(source))) for s, source in enumerate(self._sources)
-        )
-        prompts = self._prompts(list(islice(rows, start, start + limit)), start, {})
-        self._check_dropped(min(start + limit, self.num_rows), part_of=part_of)
+        end = min(start + limit, self.num_rows)
+        prompts = self._prompts([self._order.in_order(position) for position in range(start, end)], start, {})
+        self._check_dropped(end, part_of=part_of)
         return prompts
 
     def labels(self, limit: int, *, limit_s: float) -> dict[str, str]:

@@ -16,6 +16,7 @@ from prompt_streams import IMAGE, labels, numbered, rows, stream
 from vlmrl.config.data import Columns
 from vlmrl.data.columns import RowRequirements
 from vlmrl.data.prompts import PromptStream
+from vlmrl.data.row_sequence import RowSequence
 from vlmrl.data.rows import Rows, load_rows
 from vlmrl.errors import ConfigError, DataError, EndOfRowsError
 from vlmrl.plugins import Processor
@@ -346,6 +347,29 @@ def test_all_prompts_keeps_row_order_and_does_not_advance_the_stream(text_model:
     assert [prompt.source for prompt in prompts] == [f"a:{i}" for i in range(5)] + ["b:0", "b:1"]
     assert one.position == 0
     assert one.num_rows == 10
+
+
+def test_all_prompts_begins_anywhere_in_any_source(text_model: Processor) -> None:
+    one = stream(numbered(3, "a"), numbered(1, "b"), numbered(4, "c"), processor=text_model)
+    names = [f"{name}:{row}" for name, size in (("a", 3), ("b", 1), ("c", 4)) for row in range(size)]
+    for start in range(9):
+        prompts = one.all_prompts(3, start=start)
+        assert [prompt.source for prompt in prompts] == names[start : start + 3]
+        assert [prompt.index for prompt in prompts] == list(range(start, min(start + 3, 8)))
+
+
+@pytest.mark.timeout(60)
+def test_the_last_rows_of_a_large_set_are_read_at_once(text_model: Processor) -> None:
+    class Many(RowSequence):
+        def __len__(self) -> int:
+            return 10**12
+
+        def _row(self, index: int) -> dict[str, Any]:
+            return {"input": str(index), "label": "1"}
+
+    large = Rows(name="large", rows=Many(), columns=("input", "label"))
+    prompts = stream(large, processor=text_model).all_prompts(5, start=10**12 - 2)
+    assert [prompt.source for prompt in prompts] == [f"large:{10**12 - 2}", f"large:{10**12 - 1}"]
 
 
 def test_a_column_that_a_row_omits_is_none(text_model: Processor) -> None:
