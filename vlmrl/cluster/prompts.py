@@ -13,6 +13,7 @@ from vlmrl.data.judgements import Judged
 from vlmrl.data.labelled_steps import LabelledSteps
 from vlmrl.data.pairs import Pairs
 from vlmrl.data.source import Drawn, Source
+from vlmrl.errors import DataError
 from vlmrl.types import Media, Metrics, Prompt, Sample
 
 
@@ -67,7 +68,11 @@ class RemotePrompts:
             ahead = None
         if ahead is None:
             ahead = self._begin(method, count)
-        drawn: Drawn = self._group.wait(ahead.refs)[0]
+        try:
+            drawn: Drawn = self._group.wait(ahead.refs)[0]
+        except DataError:  # rows that do not fill a batch, or too many that cannot be used: those that it dropped
+            self._show_warnings(math.inf)
+            raise
         self._state = drawn.state
         for line in drawn.warnings:
             self._say(line)

@@ -11,7 +11,7 @@ from vlmrl.cluster.remote_call import Call, record_call
 from vlmrl.config.data import Data
 from vlmrl.data.columns import RowRequirements
 from vlmrl.data.source import Source
-from vlmrl.errors import EndOfRowsError
+from vlmrl.errors import DataError, EndOfRowsError
 from vlmrl.models.tiny import build
 from vlmrl.types import Sample
 
@@ -95,6 +95,28 @@ def test_a_dropped_row_is_reported_with_its_batch(model: str, tmp_path: Path) ->
     assert (names(samples), metrics["data/rows_dropped"]) == (["rows:0", "rows:0"], 1.0)
     assert len(said) == 1
     assert "rows:1 dropped, no answer" in said[0]
+
+
+def test_rows_dropped_behind_the_last_batch_are_reported(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = ['{"input": "a"}' if row == 2 else '{"input": "a", "answer": "b"}' for row in range(7)]
+    file.write_text("\n".join(lines))
+    said: list[str] = []
+    prompts = rows(model, said, dataset=str(file), epochs=1)
+    with pytest.raises(EndOfRowsError, match="1 of them are dropped"):
+        prompts.draw_samples(7)
+    assert [line.split(",")[0] for line in said] == ["row rows:2 dropped"]
+    assert len(prompts.draw_samples(6)[0]) == 6
+    assert len(said) == 1
+
+
+def test_the_rows_are_named_when_too_many_are_dropped(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"input": "a", "answer": "b"}\n' + '{"input": "a"}\n' * 3)
+    said: list[str] = []
+    with pytest.raises(DataError, match="3 of the first 4 rows cannot be used"):
+        rows(model, said, dataset=str(file)).draw_samples(4)
+    assert sorted(line.split(",")[0] for line in said) == [f"row rows:{row} dropped" for row in (1, 2, 3)]
 
 
 def test_every_usable_row_is_drawn_once_per_epoch_though_batches_are_drawn_ahead(model: str, tmp_path: Path) -> None:
