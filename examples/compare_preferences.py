@@ -25,6 +25,8 @@ LOSSES = {"dpo": "DPO", "ipo": "IPO", "cdpo": "cDPO", "kto": "KTO", "mpo": "MPO"
 """Name of the recipe, `dpo_counting_tiny/<name>.yaml`, or for DPO `dpo_counting_tiny.yaml` -> label of its curve."""
 COLOURS = {"dpo": "#2f6fde", "ipo": "#d1495b", "cdpo": "#6fb7d9", "kto": "#e8833a", "mpo": "#2a9d6f"}
 HELD_OUT = 512
+HELD_OUT_OF_KTO = 502
+"""Of twice as many single responses these are right, and only their questions are asked."""
 METRIC = "eval/visual_preferences/pass@1"
 
 Curve = dict[str, list[float]]
@@ -56,7 +58,6 @@ def train(name: str, folder: Path, start: Path, steps: int) -> None:
     """Train from `start` with the recipe of a loss, unless that is done."""
     if (folder / "model").is_dir():
         return
-    # Of single responses half are right, and only their questions are asked.
     size, kind = (2 * HELD_OUT, "&kind=unpaired") if name == "kto" else (HELD_OUT, "")
     overlay = () if name == "dpo" else ("--config", str(HERE / "dpo_counting_tiny" / f"{name}.yaml"))
     vlmrl(
@@ -69,12 +70,17 @@ def train(name: str, folder: Path, start: Path, steps: int) -> None:
     )
 
 
-def standard_error(rate: float, num_responses: int = HELD_OUT) -> float:
+def num_asked(name: str) -> int:
+    """Number of held-out questions that the run of a loss is asked."""
+    return HELD_OUT_OF_KTO if name == "kto" else HELD_OUT
+
+
+def standard_error(rate: float, num_responses: int) -> float:
     """Standard error of the share of right responses among so many, each to a question of its own."""
     return math.sqrt(rate * (1 - rate) / num_responses)
 
 
-def rises(before: float, after: float, num_responses: int = HELD_OUT) -> bool:
+def rises(before: float, after: float, num_responses: int) -> bool:
     """Whether a share rises by more than twice the standard error of the difference, as if samples were separate."""
     error = math.hypot(standard_error(before, num_responses), standard_error(after, num_responses))
     return after - before > 2 * error
@@ -89,8 +95,8 @@ def summarise(curves: dict[str, Curve]) -> dict[str, dict[str, float | bool]]:
         summary[name] = {
             "before": round(before, 4),
             "after": round(after, 4),
-            "standard_error": round(standard_error(after), 4),
-            "rises": rises(before, after),
+            "standard_error": round(standard_error(after, num_asked(name)), 4),
+            "rises": rises(before, after, num_asked(name)),
             "seconds_per_step": round(seconds, 3),
         }
     return summary
@@ -106,7 +112,7 @@ def draw(curves: dict[str, Curve], out: Path) -> None:
     axes = figure.subplots()
     for name, curve in curves.items():
         steps, rates, colour = curve["step"], curve["accuracy"], COLOURS[name]
-        errors = [standard_error(rate) for rate in rates]
+        errors = [standard_error(rate, num_asked(name)) for rate in rates]
         axes.plot(steps, rates, marker="o", markersize=3.5, color=colour, label=LOSSES[name])
         low, high = ([rate + sign * error for rate, error in zip(rates, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, color=colour, alpha=0.1, linewidth=0)
