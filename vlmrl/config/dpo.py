@@ -6,10 +6,13 @@ from pydantic import Field
 
 from vlmrl.config.base import NonNegativeFloat, PositiveFloat, Section, Unread
 from vlmrl.config.lora import Lora
+from vlmrl.config.names import is_given
 
 Loss = Literal["dpo", "ipo", "kto", "orpo", "simpo", "bco", "mpo"]
 
 _NLL_OF_MPO = 1.0
+_BETA_OF_SIMPO = 2.0
+"""The paper (arXiv:2405.14734) has 2 to 2.5. With 0.1 the default margin would be 5 nats per token."""
 
 
 class Dpo(Section):
@@ -21,7 +24,7 @@ class Dpo(Section):
     false)."""
     beta: PositiveFloat = 0.1
     """Strength of the reference: a larger one keeps the policy closer to it. For `orpo` the weight of the odds ratio;
-    for `simpo` the scale of the mean log-probs, 2 to 2.5 in its paper."""
+    for `simpo` the scale of the mean log-probs, by default 2."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """Probability that a label is wrong (cDPO)."""
     nll_loss_coef: NonNegativeFloat | None = None
@@ -54,6 +57,13 @@ class Dpo(Section):
         if self.nll_loss_coef is not None:
             return self.nll_loss_coef
         return _NLL_OF_MPO if self.loss == "mpo" else 0.0
+
+
+def with_beta_of_loss(dpo: Dpo) -> Dpo:
+    """Set the default of `beta`, which depends on the loss."""
+    if dpo.loss != "simpo" or is_given(dpo, "beta"):
+        return dpo
+    return dpo.model_copy(update={"beta": _BETA_OF_SIMPO})
 
 
 _READ_BY = {

@@ -149,6 +149,11 @@ class DpoConfig(SamplingConfig):
     dpo: Dpo = Dpo()
     ref: Ref = Ref()
 
+    def resolve(self) -> None:
+        super().resolve()
+        # The settings are frozen, and the validator that calls this is still constructing them.
+        self.__dict__["dpo"] = dpo.with_beta_of_loss(self.dpo)
+
     @property
     def has_reference(self) -> bool:
         """The reference is a separate model, on devices of its own."""

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from vlmrl.config.dump import dump_yaml
 from vlmrl.config.load import load
 from vlmrl.config.stages import DpoConfig
 from vlmrl.errors import ConfigError
@@ -56,6 +59,13 @@ def test_a_setting_that_has_no_effect_is_refused(line: str, message: str) -> Non
 
 def test_losses_without_a_reference_may_have_dropout() -> None:
     assert read("--dpo.loss simpo --ds.lora.rank 4 --ds.lora.dropout 0.1").ds.lora.dropout == 0.1
+
+
+def test_the_default_strength_depends_on_the_loss(tmp_path: Path) -> None:
+    assert [read(f"--dpo.loss {loss}").dpo.beta for loss in ("dpo", "orpo", "simpo")] == [0.1, 0.1, 2.0]
+    assert read("--dpo.loss simpo --dpo.beta 0.5").dpo.beta == 0.5
+    dump_yaml(read("--dpo.loss simpo"), tmp_path / "config.yaml")
+    assert load(DpoConfig, ["--config", str(tmp_path / "config.yaml")]).dpo.beta == 2.0
 
 
 def test_mpo_has_an_nll_term_by_default() -> None:
