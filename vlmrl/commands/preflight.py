@@ -185,6 +185,18 @@ def check_lengths(config: RlConfig | EvalConfig) -> None:
     )
 
 
+def format_positions(config: SupervisedConfig) -> list[str]:
+    """Warn in one line if rows may be longer than the model's positions; nothing otherwise."""
+    limit = max_positions(config.actor.model_name_or_path, trust_remote_code=config.actor.trust_remote_code)
+    if limit is None or config.data.max_len <= limit:
+        return []
+    line = (
+        f"warning: data.max_len {config.data.max_len} is above the model's {limit} positions: rows of a length between "
+        f"them are trained on, and the model may fail on them; set data.max_len {limit}"
+    )
+    return [line]
+
+
 def check_machine(config: TrainingConfig | EvalConfig) -> list[str]:
     """Check this machine as `vlmrl doctor` does; return a warning for each resource that is scarce but sufficient.
 

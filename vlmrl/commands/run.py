@@ -26,6 +26,7 @@ from vlmrl.commands.preflight import (
     check_reference,
     check_teacher,
     format_checkpoint_plan,
+    format_positions,
 )
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
@@ -60,7 +61,7 @@ class Prepared(NamedTuple):
     folder: RunFolder
     processor: Processor
     warnings: list[str]
-    """Resources of this machine that are scarce but sufficient, a line each."""
+    """Resources of this machine that are scarce but sufficient, and rows that may be too long, a line each."""
 
 
 def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
@@ -75,6 +76,8 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
     refuse_if_locked(folder.root)
     check_folder(config, folder)
     warnings = check_machine(config)
+    if isinstance(config, SupervisedConfig):
+        warnings += format_positions(config)
     check_columns(config)
     if isinstance(config, SamplingConfig) and config.generation is not None:
         check_functions(config.reward, asks_servers=not dry_run)

@@ -12,7 +12,10 @@ import pytest
 from vlmrl import cli
 from vlmrl.commands import forecast
 from vlmrl.commands import run as run_module
+from vlmrl.config.load import load
+from vlmrl.config.stages import RmConfig, SftConfig
 from vlmrl.models import tiny
+from vlmrl.models.max_length import max_positions
 
 COUNTING = "visual_math?families=count&difficulty=1&pixels=56&size=32"
 
@@ -177,6 +180,25 @@ def test_a_dry_run_of_a_reward_model_reads_pairs_or_steps(
     assert dry_run("rm", model, tmp_path / "out", *words, "--rm.process_separator", ";") == 0, capsys.readouterr().err
     assert dry_run("rm", model, tmp_path / "out", *words) == 2
     assert "2 labels for 1 steps; it has no rm.process_separator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["sft", "rm"])
+def test_rows_that_may_exceed_the_positions_of_the_model_are_named_before_a_run_starts(
+    verb: str, model: str, tmp_path: Path
+) -> None:
+    limit = max_positions(model)
+    assert limit is not None
+    pairs = "visual_preferences?families=count&difficulty=1&pixels=56&size=8"
+    kind: Any = {"sft": SftConfig, "rm": RmConfig}[verb]
+
+    def warnings(max_len: int) -> list[str]:
+        words = ["--actor.model_name_or_path", model, "--data.prompt_dataset", pairs if verb == "rm" else COUNTING]
+        config = load(kind, [*words, "--ckpt.output_dir", str(tmp_path / "out"), "--data.max_len", str(max_len)])
+        return [line for line in run_module.prepare(config, dry_run=False).warnings if "positions" in line]
+
+    assert warnings(limit) == []
+    [line] = warnings(limit + 1)
+    assert line.startswith(f"warning: data.max_len {limit + 1} is above the model's {limit} positions")
 
 
 def judged_run(model: str, folder: Path, labels: list[Any], *flags: str) -> int:
