@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.prompts import RemotePrompts
@@ -28,6 +30,7 @@ from vlmrl.observe.run_folder import RunFolder
 from vlmrl.plugins import Processor
 from vlmrl.system import stops
 from vlmrl.system.journal import Journal
+from vlmrl.system.plain_text import one_line
 from vlmrl.system.storage import writing
 from vlmrl.trainer.generation import IMAGES, Totals, images_of, records, rows
 from vlmrl.types import Metrics, Sampling
@@ -67,6 +70,8 @@ def generate(config: GenerateConfig, *, dry_run: bool = False, is_quiet: bool = 
         remember_output(output, folder)
         metrics = _write(config, journal, output, tokens_per_s=tokens_per_s)
         report.evaluation(_num_batches(config, journal.position), metrics)
+        if failed := int(metrics["generate/failed"]):
+            report.say(Text(_failures(failed, journal)))  # no plain string: it may look like Rich's markup
         summary = {"output": str(output)} | {name: round(value, 6) for name, value in metrics.items()}
         report.say(json.dumps(summary))
         stops.mark_done()
@@ -182,6 +187,17 @@ def _complete(
         num_tokens += totals.tokens
         report.step(step, totals.batch_metrics(time.monotonic() - clock))
     return num_tokens / (time.monotonic() - start)
+
+
+def _failures(count: int, journal: Journal) -> str:
+    """Say that responses could not be scored, and what remains of them."""
+    problems = (response["problem"] for record in journal.records() for response in record["responses"])
+    first = one_line(next(problem for problem in problems if problem is not None), max_chars=200)
+    return (
+        f"{count} responses could not be scored (generate/failed), the first: {first}; they are only in rows of "
+        "generate.keep all, and a resumed run does not score them again: for that give another --ckpt.output_dir, or "
+        f"delete {journal.path}"
+    )
 
 
 def _num_batches(config: GenerateConfig, num_rows: int) -> int:

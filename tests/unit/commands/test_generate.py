@@ -18,6 +18,7 @@ from vlmrl import cli
 from vlmrl.cluster.role_settings import source_settings
 from vlmrl.commands.generate import (
     _complete,
+    _failures,
     _write,
     check_output,
     check_same_settings,
@@ -262,6 +263,18 @@ def test_rows_that_cannot_be_used_are_left_out_of_their_batch(model: str, tmp_pa
     assert engines.sampled == ["questions:0", "questions:2"]
     assert len(rows) == 4
     assert "images" not in rows[0]
+
+
+def test_responses_without_a_score_are_named_at_the_end(model: str, tmp_path: Path) -> None:
+    run = Run(model, tmp_path / "out", **{"generate.keep": "best"})
+    journal = run.sample(Engines())
+    metrics = _write(run.config, journal, run.output)
+    assert metrics["generate/failed"] == 2, "those to row 2"
+    line = _failures(2, journal)
+    assert line.startswith(
+        "2 responses could not be scored (generate/failed), the first: infrastructure; they are only"
+    )
+    assert str(journal.path) in line
 
 
 def test_no_rows_are_an_error(model: str, tmp_path: Path) -> None:
