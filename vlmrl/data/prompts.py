@@ -106,6 +106,7 @@ class PromptStream:
         self._drawn = 0
         self._position = 0
         self._dropped_rows: dict[str, str] = {}
+        self._named_rows: set[str] = set()
         self._last_dropped = "before the run was resumed"
 
     @property
@@ -375,7 +376,9 @@ class PromptStream:
     def _drop(self, name: str, error: UnusableError) -> None:
         self._dropped_rows[name] = error.kind
         detail = one_line(error.detail, max_chars=_MAX_DETAIL_CHARS)
-        logger.warning("row %s dropped, %s: %s", one_line(name), error.kind, detail)
+        if name not in self._named_rows:  # a stage may read rows, go back with `load_state`, and read them again
+            logger.warning("row %s dropped, %s: %s", one_line(name), error.kind, detail)
+            self._named_rows.add(name)
         self._last_dropped = one_line(f"{name} ({detail})")
 
     def _check_dropped(self, num_seen: int, *, part_of: int = 0) -> None:

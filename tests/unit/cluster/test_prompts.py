@@ -110,6 +110,18 @@ def test_rows_dropped_behind_the_last_batch_are_reported(model: str, tmp_path: P
     assert len(said) == 1
 
 
+def test_a_dropped_row_is_named_once_though_it_is_read_again(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"input": "a", "answer": "b"}\n{"input": "c"}\n')
+    said: list[str] = []
+    prompts = rows(model, said, dataset=str(file))
+    before = prompts.state()
+    for _ in range(2):
+        assert prompts.draw_samples(2)[1]["data/rows_dropped"] == 1
+        prompts.load_state(before)
+    assert [line.split(",")[0] for line in said] == ["row rows:1 dropped"]
+
+
 def test_the_rows_are_named_when_too_many_are_dropped(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "a", "answer": "b"}\n' + '{"input": "a"}\n' * 3)
