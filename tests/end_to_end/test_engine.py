@@ -216,7 +216,7 @@ def across_two_syncs(vision: Pair) -> float:
         while (await vision.engine.status())["num_running"] < len(prompts):
             await asyncio.sleep(0.01)
         for version in (first + 1, first + 2):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             vision.trainer.change("everything")
             snapshots[version] = {name: weight.detach().clone() for name, weight in vision.trainer.weights()}
             await sync(vision.engine, vision.trainer.weights(), version)
