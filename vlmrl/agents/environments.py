@@ -23,7 +23,7 @@ from vlmrl.agents.spawner import Spawner
 from vlmrl.agents.worker import FLAG
 from vlmrl.data.media import ImageLimits
 from vlmrl.errors import ClusterError, ConfigError
-from vlmrl.rewards.environment_variables import check_passed
+from vlmrl.system.environment_variables import check_passed
 from vlmrl.types import Retry
 
 __all__ = [

@@ -30,7 +30,7 @@ import numpy as np
 
 from vlmrl.agents import worker
 from vlmrl.agents.messages import Mode, Orders
-from vlmrl.rewards.environment_variables import hide_secrets
+from vlmrl.system.environment_variables import hide_secrets
 from vlmrl.system.lifeline import die_with
 from vlmrl.system.output import print_to
 from vlmrl.system.stops import accept_sigterm

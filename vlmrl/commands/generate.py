@@ -27,6 +27,7 @@ from vlmrl.data.row_file import write_rows
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.run_folder import RunFolder
+from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor
 from vlmrl.system import stops
 from vlmrl.system.journal import Journal
@@ -49,6 +50,8 @@ _MODELS = (
 )
 _MODEL_FILES = (".safetensors", ".json", ".jinja")
 """Suffixes of a model's files that responses depend on: weights, configurations, tokenizer, chat template."""
+_SHOWN_PROMPTS = 8
+"""Prompts of a batch whose responses the report shows."""
 _COMPARED_SECTIONS = ("actor", "data", "reward", "rollout", "train.seed", "ds.param_dtype")
 
 
@@ -183,7 +186,7 @@ def _complete(
     start, num_tokens = time.monotonic(), 0
     for step, position in enumerate(range(journal.position, num_rows, config.rollout.batch_size), start=done + 1):
         clock = time.monotonic()
-        totals = batches.respond(report, journal, end=min(position + config.rollout.batch_size, num_rows))
+        totals = batches.respond(report, journal, step, end=min(position + config.rollout.batch_size, num_rows))
         num_tokens += totals.tokens
         report.step(step, totals.batch_metrics(time.monotonic() - clock))
     return num_tokens / (time.monotonic() - start)
@@ -220,6 +223,7 @@ class _Batches:
         """`first` is the first row of the first batch."""
         self._has_scores = config.has_scores
         self._images = folder.root / IMAGES
+        self._transcripts = Transcripts(folder.rollouts, prompts.save_media)
         self._prompts, self._engines, self._sources = prompts, engines, sources
         self._sampling = Sampling(
             n=config.eval.n_samples_per_prompt,
@@ -232,8 +236,11 @@ class _Batches:
         self._batch_size = config.rollout.batch_size
         self._take = prompts.begin_evaluation_rows(first, self._batch_size)
 
-    def respond(self, report: RunReport, journal: Journal, *, end: int) -> Totals:
-        """Sample and score responses to the next rows, before row `end`, and add them to the journal."""
+    def respond(self, report: RunReport, journal: Journal, step: int, *, end: int) -> Totals:
+        """Sample and score responses to the next rows, before row `end`, and add them to the journal.
+
+        Those to the first prompts are also written as transcripts of batch `step`.
+        """
         with report.phase("data"):
             prompts = self._take()
         # Read while the engines respond.
@@ -246,6 +253,8 @@ class _Batches:
         if media := images_of(groups):
             self._prompts.save_media(self._images, media)
         journal.append(batch, position=end)
+        shown = None if scores is None else scores[:_SHOWN_PROMPTS]
+        self._transcripts.write_evaluation(step, "generated", groups[:_SHOWN_PROMPTS], shown)
         totals = Totals()
         for record in batch:
             totals.add(record)

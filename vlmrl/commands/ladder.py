@@ -22,6 +22,8 @@ from vlmrl.observe.ladder_picture import Rung, draw_ladder
 from vlmrl.observe.sinks import read_metrics
 
 RUNS = Path("runs/ladder")
+_TRAINED = ("sft", "rm", "ppo", "dpo")
+"""Folders of the stages that train."""
 _SETS = "families=count&difficulty=1&pixels=112"
 
 
@@ -121,6 +123,7 @@ def climb(runs: Path, run: Callable[[Sequence[str]], None]) -> int:
     print(f"\nAccuracy on held-out images: {', '.join(f'{name} {value:.0%}' for name, value in accuracy.items())}")
     print(f"The reward model prefers the right response in {reward_model:.0%} of held-out pairs")
     print(f"Picture: {picture}")
+    print(f"Reports, to open in a browser: {', '.join(str(runs / name / 'report.html') for name in _TRAINED)}")
     result = {
         **accuracy,
         "reward_model": reward_model,

@@ -173,7 +173,7 @@ def run_session(
         outer.enter_context(run_lock(folder.root, on_lost=lambda line: kill_and_exit(line, 2), notify=print))
         check_folder(config, folder)  # again: another run may have held the lock until now, and written there
         settings = config.model_dump(mode="json")
-        page = BackgroundReport(folder.root) if isinstance(config, TrainingConfig) and logger.report else None
+        page = BackgroundReport(folder.root) if logger.report else None
         report = RunReport(
             folder,
             logger=logger,

@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmrl.rewards.environment_variables import is_secret
+from vlmrl.system.environment_variables import secret_values
 
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]*)://[^\s'\"]+", re.IGNORECASE)
 _ABSOLUTE = re.compile(r"(?<![\w.:/<…])(?:~[\w-]*)?/(?:[^/'\",:?]+/)*(?=[^/])")
 """The folders of an absolute path, which may follow another one after a comma or a quote."""
-_MIN_SECRET_CHARS = 6
-"""Values of variables that are shorter than this occur in text by chance."""
 _HIDDEN = "(hidden)"
 
 
@@ -35,9 +33,7 @@ def public_value(value: Any) -> Any:
 def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Return the text without the values of variables whose names say that they hold a secret, and without the paths of
     this user's folders."""
-    variables = os.environ if environment is None else environment
-    secrets = [value for name, value in variables.items() if is_secret(name) and len(value) >= _MIN_SECRET_CHARS]
-    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
+    for secret in secret_values(os.environ if environment is None else environment):
         text = text.replace(secret, _HIDDEN)
     for folder in (Path.cwd(), Path.home()):
         if folder != Path("/"):

@@ -73,9 +73,9 @@ class Transcripts:
         return self._write_lines(f"step_{step:06d}.jsonl", step, all_groups, all_scores, results, flags)
 
     def write_evaluation(
-        self, step: int, name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]
+        self, step: int, name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]] | None
     ) -> Path:
-        """Write the responses to the evaluation set `name`, after `step` steps."""
+        """Write the responses to the evaluation set `name`, after `step` steps. `scores` None: nothing scored them."""
         no_results: list[list[dict[str, Any]]] = [[{} for _ in group.rollouts] for group in groups]
         # The name may be a Hub id or a path. Unlike `_` for each odd character, %2F keeps `a/b` apart from `a_b`.
         file = f"eval_{quote(name, safe='')}_step_{step:06d}.jsonl"
@@ -86,10 +86,11 @@ class Transcripts:
         file: str,
         step: int,
         groups: Sequence[Group],
-        scores: Sequence[Sequence[Score]],
+        scores: Sequence[Sequence[Score]] | None,
         results: Iterable[Sequence[Mapping[str, Any]]],
         flags: Iterable[Mapping[str, bool]],
     ) -> Path:
+        of_groups = scores if scores is not None else [[None] * len(group.rollouts) for group in groups]
         target = self._folder / file
         partial = target.with_suffix(".tmp")
         with writing(f"rollouts of step {step}", self._folder):
@@ -97,7 +98,7 @@ class Transcripts:
             self._save_new_media([media for group in groups for media in _media(group)])
             # A response may hold a lone surrogate, which UTF-8 cannot encode; its backslash escape is valid JSON.
             with partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
-                for record in _records(step, groups, scores, results, flags):
+                for record in _records(step, groups, of_groups, results, flags):
                     lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
             partial.replace(target)
         return target
@@ -112,7 +113,7 @@ class Transcripts:
 def _records(
     step: int,
     groups: Sequence[Group],
-    scores: Sequence[Sequence[Score]],
+    scores: Sequence[Sequence[Score | None]],
     results: Iterable[Sequence[Mapping[str, Any]]],
     flags: Iterable[Mapping[str, bool]],
 ) -> Iterator[dict[str, Any]]:
@@ -129,10 +130,7 @@ def _records(
             "responses": [
                 {
                     "text": rollout.text,
-                    "score": score.earned if score.has_reward else None,
-                    "parts": dict(score.parts),
-                    "failure": score.failure,
-                    "problem": score.problem,
+                    **_scores(score),
                     **numbers,
                     "tokens": rollout.num_sampled,
                     "finish_reason": rollout.finish_reason,
@@ -142,6 +140,13 @@ def _records(
                 for rollout, score, numbers in zip(group.rollouts, group_scores, group_results, strict=True)
             ],
         }
+
+
+def _scores(score: Score | None) -> dict[str, Any]:
+    if score is None:
+        return {"score": None, "parts": {}, "failure": None, "problem": None}
+    earned = score.earned if score.has_reward else None
+    return {"score": earned, "parts": dict(score.parts), "failure": score.failure, "problem": score.problem}
 
 
 def _media(group: Group) -> list[Media]:

@@ -6,14 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 
+from vlmrl.system.environment_variables import secret_values
+
 MASK = "•••"
-_NAME = re.compile(r"(?i)(^|_)(key|token|secret|password|passwd|credentials?|auth)(_|$)|apikey")
 _USER = re.compile(r"(?<=://)[^/\s@\"'<>]+@")
 _PARAMETER = re.compile(
     r"(?i)([?&;](?:[\w-]*(?:key|token|secret|password|passwd|auth|sig|signature|credential)[\w-]*)=)[^&\s#\"'<>;]+"
 )
-_MIN_CHARS = 8
-"""Shorter values are words such as `true` and `local`."""
 
 
 def mask_urls(text: str) -> str:
@@ -22,9 +21,8 @@ def mask_urls(text: str) -> str:
 
 
 def mask_values(page: str, environment: Mapping[str, str]) -> str:
-    """Replace the values of environment variables that hold secrets by their names, in a JSON text."""
-    secrets = {value: name for name, value in environment.items() if _NAME.search(name) and len(value) >= _MIN_CHARS}
-    for value in sorted(secrets, key=len, reverse=True):
+    """Replace the values of environment variables that hold secrets, in a JSON text."""
+    for value in secret_values(environment):
         for form in {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}:
             page = page.replace(form, MASK)
     return page

@@ -22,11 +22,11 @@ from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.rewards import batch
 from vlmrl.rewards.bounds import problem_of_reward
-from vlmrl.rewards.environment_variables import hide_secrets
 from vlmrl.rewards.failures import TooHardError, failure_of
 from vlmrl.rewards.image_files import open_image
 from vlmrl.rewards.messages import with_images
 from vlmrl.system import stops
+from vlmrl.system.environment_variables import hide_secrets
 from vlmrl.system.lifeline import die_with, end_group_with
 from vlmrl.system.output import print_to
 from vlmrl.system.user_function import load_function, parameters_of, reason

@@ -34,12 +34,12 @@ from pebble import ProcessPool
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards import function_worker
 from vlmrl.rewards.batch import Signature
-from vlmrl.rewards.environment_variables import check_passed
 from vlmrl.rewards.function_worker import SETTING, Declared, RewardResult
 from vlmrl.rewards.image_files import write_images
 from vlmrl.rewards.messages import to_plain
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 from vlmrl.rewards.protocol import RewardRequest
+from vlmrl.system.environment_variables import check_passed
 from vlmrl.types import Media
 
 _MAX_RESTARTS = 3

@@ -32,7 +32,9 @@ def scripted(words: Sequence[str]) -> None:
 def test_the_result_is_one_line_and_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "ladder"
     assert ladder.climb(runs, scripted) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    *lines, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert any("ppo/report.html" in line for line in lines)
     assert {name: result[name] for name in ("sft", "ppo", "dpo")} == {"sft": 0.42, "ppo": 0.75, "dpo": 0.6}
     assert result["reward_model"] == pytest.approx(0.9)
     assert list(result["seconds_of_stages"]) == ["sft", "rm", "ppo", "dpo", *ACCURACY]

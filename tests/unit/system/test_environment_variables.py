@@ -2,7 +2,7 @@
 
 import pytest
 
-from vlmrl.rewards.environment_variables import hide_secrets, is_secret
+from vlmrl.system.environment_variables import hide_secrets, is_secret, secret_values
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,11 @@ def test_a_secret_is_recognised_by_its_name(name: str) -> None:
 )
 def test_no_other_name_is_a_secret(name: str) -> None:
     assert not is_secret(name)
+
+
+def test_values_of_secrets_come_longest_first_without_short_ones() -> None:
+    environment = {"MY_KEY": "abcdef", "HF_TOKEN": "abcdefgh", "GITHUB_PAT": "true", "PATH": "/usr/local/bin"}
+    assert secret_values(environment) == ["abcdefgh", "abcdef"]
 
 
 def test_all_secrets_but_the_kept_are_hidden() -> None:

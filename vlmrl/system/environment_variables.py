@@ -1,10 +1,10 @@
-"""The environment of users' functions: no tokens and keys but those that the run passes on."""
+"""Secrets in environment variables: users' functions get those that the run passes on, and nothing shows any."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 
 from vlmrl.errors import ConfigError
 
@@ -12,11 +12,19 @@ _SECRET = re.compile(
     r"(TOKEN|SECRETS?|PASSWORD|PASSWD|_PWD|PASSPHRASE|APIKEY|CREDENTIALS?)(_|$)"
     r"|(^|_)(KEYS?|PASS|PAT|AUTH|COOKIE|DSN|CONNECTION_STRING)(_|$)"
 )
+_MIN_CHARS = 6
+"""Shorter values are words such as `true`, and occur in any text."""
 
 
 def is_secret(name: str) -> bool:
     """Whether a variable's name says that it holds a secret: HF_TOKEN, WANDB_API_KEY, GITHUB_PAT."""
     return _SECRET.search(name.upper()) is not None
+
+
+def secret_values(environment: Mapping[str, str]) -> list[str]:
+    """Return the values of the variables that hold secrets, longest first: one may contain another."""
+    values = {value for name, value in environment.items() if is_secret(name) and len(value) >= _MIN_CHARS}
+    return sorted(values, key=lambda value: (-len(value), value))
 
 
 def hide_secrets(environment: MutableMapping[str, str], *, keep: Collection[str]) -> None:
