@@ -80,7 +80,7 @@ def test_each_loss_raises_the_accuracy_of_sampled_responses(tmp_path: Path) -> N
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     summary = json.loads(run.stdout.splitlines()[-1])
     assert set(summary) == {"dpo", "ipo", "cdpo", "kto", "mpo"}
-    assert all(0.3 < result["before"] < 0.55 for result in summary.values())
+    assert all(0.4 < result["before"] < 0.65 for result in summary.values())
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 

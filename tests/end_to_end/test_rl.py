@@ -83,6 +83,7 @@ def test_the_reward_rises_on_two_ranks_and_two_engines(
     traces = [r["trace"] for line in transcript for r in line["responses"] if "trace" in r]
     assert traces
     assert all(len(trace["tokens"]) == len(trace["logprob"]) == len(trace["advantage"]) for trace in traces)
+    assert all(trace["trainer"] == pytest.approx(trace["logprob"], abs=1e-3) for trace in traces)
     assert bool(list((out / "rollouts/media").glob("*.png"))) == has_images
     assert (out / "model" / "config.json").exists()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from vlmrl.report.server import LivePage, Server, make_server
 
 SETTINGS = """\
 # Written by vlmrl: vlmrl rl --config config.yaml repeats the run
@@ -115,3 +119,14 @@ def image_name(number: int) -> str:
 def save_image(file: Path, *, seed: int, side: int = 64) -> None:
     pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file)
+
+
+@contextmanager
+def served(page: LivePage) -> Iterator[Server]:
+    """Serve a page on a free port."""
+    with make_server(page, port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()

@@ -109,7 +109,7 @@ def test_the_comparison_of_preferences_fails_if_a_loss_rises_by_no_more_than_noi
         last = after if name == "kto" else 1.0
         records = [{"step": 0, script.METRIC: 0.25}, {"step": 1, script.METRIC: last, "time/step_s": 1.0}]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    monkeypatch.setattr(script, "warm_start", lambda out: out)
+    monkeypatch.setattr(script, "begin", lambda out: out)
     monkeypatch.setattr("sys.argv", ["compare_preferences.py", "--out", str(tmp_path)])
     assert script.main() == code
     last_line = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -214,6 +214,14 @@ class RemotePolicy:
         )
         return reduce(of_steps)
 
+    def take_old_logprobs(self, rows: Sequence[int]) -> dict[int, Floats]:
+        """Return, once, the old log-probs of these samples, [T] by row of the experience; {} unless the last update
+        computed them itself, as it does in a single optimizer step."""
+        found: dict[int, Floats] = {}
+        for of_rank in self._group.call(lambda policy: policy.take_old_logprobs(rows)):
+            found |= of_rank
+        return found
+
     def fit(self, samples: Sequence[Sample]) -> Metrics:
         """Take one optimizer step of supervised training; return its metrics."""
         packs, total = self.ranks.packing.spread(samples, len(self._group)), loss_totals(samples)

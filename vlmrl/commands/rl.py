@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from vlmrl.cluster.build import Progress, RoleBuilder, Roles
+from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.cluster.role_settings import generation_limit_s
 from vlmrl.commands.preflight import actor_adapter_plan, check_data, critic_adapter_plan
@@ -16,7 +17,7 @@ from vlmrl.config.num_steps import check_steps
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import EngineLossError, RewardError
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.observe.traces import Tracer
+from vlmrl.observe.traces import Column, Tracer
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor
 from vlmrl.trainer.ahead import Ahead
@@ -81,7 +82,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False, is_quiet: bool = False)
                 report=report,
                 check_responses=checks.check_responses,
                 check_sync=checks.check_sync,
-                after_step=_after_step(config, transcripts, evaluations, Tracer(processor.decode)),
+                after_step=_after_step(config, roles.policy, transcripts, evaluations, Tracer(processor.decode)),
                 save=partial(evaluations.save, has_adapter=has_adapter),
                 first_step=done + 1,
                 last_step=last,
@@ -139,15 +140,15 @@ def make_rollouts(config: RlConfig, prompts: RemotePrompts, roles: Roles, report
 
 
 def _after_step(
-    config: RlConfig, transcripts: Transcripts, evaluations: Evaluations, tracer: Tracer
+    config: RlConfig, policy: RemotePolicy, transcripts: Transcripts, evaluations: Evaluations, tracer: Tracer
 ) -> Callable[[int, ScoredBatch], Metrics]:
     """Make the hook that writes a step's transcripts, and evaluates."""
 
     def after_step(step: int, batch: ScoredBatch) -> Metrics:
         if config.logger.rollouts:
             experience = batch.experience
-            columns = {
-                "trainer": experience.old_logprobs,
+            columns: dict[str, Column | None] = {
+                "trainer": experience.old_logprobs or policy.take_old_logprobs,
                 "advantage": experience.advantages,
                 "reference": batch.ref_logprobs,
                 "value": experience.values,

@@ -17,7 +17,7 @@ from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.kl import kl_from_old
 from vlmrl.algorithms.losses import FLAG, PolicyLoss, check, log_ratio, policy_loss
 from vlmrl.data.experience import Experience
-from vlmrl.data.packing import Pack
+from vlmrl.data.packing import Pack, collect
 from vlmrl.learning.base import PackLoss, TrainableModel
 from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.ema import Ema
@@ -39,7 +39,7 @@ __all__ = ["Policy", "PolicyLoss"]
 
 
 class Policy(PreferenceLearner, WeightSender):
-    """The trained model. Its methods are collectives but `table` and `memory`."""
+    """The trained model. Its methods are collectives but `table`, `memory` and `take_old_logprobs`."""
 
     _area = "policy"
     _section = "actor"
@@ -65,6 +65,8 @@ class Policy(PreferenceLearner, WeightSender):
         self._teacher = None
         if settings.teacher is not None:
             self._teacher = InnerTeacher(settings.teacher, settings, processor=self._processor, where=self._device)
+        self._found: list[tuple[Pack, Tensor]] = []
+        """Old log-probs that the last update computed itself: [B, T] of each pack."""
         self._average = None if settings.ema_beta is None else Ema(self._net, beta=settings.ema_beta)
 
     def logprobs(
@@ -85,6 +87,14 @@ class Policy(PreferenceLearner, WeightSender):
             self._forward.without_cache() if exact else nullcontext(),
         ):
             return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()
+
+    def take_old_logprobs(self, ids: Sequence[int]) -> dict[int, Floats]:
+        """Return, once, the old log-probs that the last update computed itself, [T] by number of the sample: those of
+        `ids` that this rank had. No collective."""
+        packs = [(pack, values) for pack, values in self._found if not set(ids).isdisjoint(pack.ids)]
+        self._found.clear()  # a later step may have no update
+        rows = {i: row for pack, values in packs for i, row in zip(pack.ids, collect(pack, values), strict=True)}
+        return {i: rows[i] for i in ids if i in rows}
 
     def compare_layouts(
         self, samples: Sequence[Sample], layouts: Sequence[Layout]
@@ -127,6 +137,7 @@ class Policy(PreferenceLearner, WeightSender):
         self, work: Sequence[Sequence[tuple[Pack, Experience]]], totals: Sequence[Totals]
     ) -> list[dict[str, Metric]]:
         metrics: list[dict[str, Metric]] = []
+        self._found.clear()
         for packs, total in zip(work, totals, strict=True):
             if metrics and self._exceeds_kl_bound(packs):
                 counts = self._forward.take_counts()
@@ -210,6 +221,7 @@ class Policy(PreferenceLearner, WeightSender):
         logprobs = output.logprobs.float()
         if experience.old_logprobs is None:
             old = logprobs.detach()
+            self._found.append((pack, old))
         else:
             old = self._place(pack, experience.old_logprobs, fill=0.0)
         rollout = self._place(pack, experience.rollout_logprobs, fill=0.0)

@@ -13,6 +13,9 @@ from vlmrl.types import Floats, Group, Ints, Rollout
 
 MAX_TOKENS = 2000
 """Tokens of a step that are traced: about 80 bytes each in the transcript."""
+Column = Sequence[Floats] | Callable[[Sequence[int]], Mapping[int, Floats]]
+"""One array of [T] per segment of each response of a step, or a function that returns those of some segments. It may
+leave out segments that it does not know."""
 Trace = Mapping[str, list[Any]]
 """`tokens`, the text of each sampled token, and for each column a number or null per token."""
 
@@ -30,7 +33,7 @@ class Tracer:
         self._added = lru_cache(maxsize=100_000)(self._text_after)
 
     def traces(
-        self, groups: Sequence[Group], rewards: Sequence[Floats], columns: Mapping[str, Sequence[Floats] | None]
+        self, groups: Sequence[Group], rewards: Sequence[Floats], columns: Mapping[str, Column | None]
     ) -> dict[tuple[int, int], Trace]:
         """Return the traces by number of the group and of the response in it.
 
@@ -38,7 +41,7 @@ class Tracer:
 
         Args:
             rewards: N arrays of [G]; NaN for a response without a reward.
-            columns: name -> one array of [T] per segment of each response, over all groups; None: unknown.
+            columns: name -> values over all groups; None: unknown. A function is called once.
         """
         if not groups:
             return {}
@@ -46,24 +49,32 @@ class Tracer:
         chosen = int(np.argmax(spreads))
         firsts = np.cumsum([0, *(len(rollout.segments) for group in groups for rollout in group.rollouts)])
         before = sum(len(group.rollouts) for group in groups[:chosen])
-        traced: dict[tuple[int, int], Trace] = {}
+        rows_of: dict[int, range] = {}
         room = MAX_TOKENS
         for number in _extremes_first(rewards[chosen]):
             rollout = groups[chosen].rollouts[number]
             if 0 < rollout.num_sampled <= room:
                 room -= rollout.num_sampled
-                rows = range(firsts[before + number], firsts[before + number + 1])
-                traced[chosen, number] = self._trace(rollout, rows, columns)
-        return traced
+                rows_of[number] = range(firsts[before + number], firsts[before + number + 1])
+        wanted = [row for rows in rows_of.values() for row in rows]
+        known = {
+            name: column(wanted) if callable(column) else {row: column[row] for row in wanted}
+            for name, column in columns.items()
+            if column is not None
+        }
+        return {
+            (chosen, number): self._trace(groups[chosen].rollouts[number], rows, known)
+            for number, rows in rows_of.items()
+        }
 
-    def _trace(self, rollout: Rollout, rows: range, columns: Mapping[str, Sequence[Floats] | None]) -> Trace:
+    def _trace(self, rollout: Rollout, rows: range, columns: Mapping[str, Mapping[int, Floats]]) -> Trace:
         segments = rollout.segments
         trace: dict[str, list[Any]] = {
             "tokens": [text for segment in segments for text in self.texts(segment.tokens[segment.sampled])],
             "logprob": _numbers([segment.logprobs[segment.sampled] for segment in segments]),
         }
         for name, column in columns.items():
-            if column is not None:
+            if all(row in column for row in rows):
                 trace[name] = _numbers(
                     [column[row][segment.sampled] for row, segment in zip(rows, segments, strict=True)]
                 )
@@ -105,6 +116,7 @@ def _extremes_first(rewards: Floats) -> Iterator[int]:
 
 
 def _numbers(rows: Sequence[Floats]) -> list[float | None]:
-    """Four digits: a shade of colour shows no more. NaN and infinity, which JSON does not have, are None."""
+    """Six digits, so that the difference of two log-probs is known to 1e-4. NaN and infinity, which JSON does not have,
+    are None."""
     values = np.concatenate(rows) if rows else np.zeros(0)
-    return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values]
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]

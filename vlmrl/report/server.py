@@ -21,21 +21,21 @@ _FOLLOW_S = 15.0
 
 
 class LivePage:
-    """The page of runs. It is made at most once per `max_age_s`, and by one thread."""
+    """The page of runs, which reloads itself every `follow_s`. It is made at most twice in that time, by one thread."""
 
-    def __init__(self, runs: Sequence[Path], *, max_mib: float, max_age_s: float = _FOLLOW_S / 2) -> None:
+    def __init__(self, runs: Sequence[Path], *, max_mib: float, follow_s: float = _FOLLOW_S) -> None:
         self._runs = runs
         self._max_mib = max_mib
-        self._max_age_s = max_age_s
+        self._follow_s = follow_s
         self._lock = threading.Lock()
         self._made_at = float("-inf")
         self._page = b""
 
     def get(self) -> bytes:
-        """Return the page as it was at most `max_age_s` ago."""
+        """Return the page as it was at most half of `follow_s` ago."""
         with self._lock:
-            if time.monotonic() - self._made_at > self._max_age_s:
-                self._page = report(self._runs, max_mib=self._max_mib, follow_s=_FOLLOW_S).encode()
+            if time.monotonic() - self._made_at > self._follow_s / 2:
+                self._page = report(self._runs, max_mib=self._max_mib, follow_s=self._follow_s).encode()
                 self._made_at = time.monotonic()
             return self._page
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlmrl.observe.traces import MAX_TOKENS, Tracer
+from vlmrl.observe.traces import MAX_TOKENS, Column, Tracer
 from vlmrl.types import Bools, Floats, Group, Ints, Prompt, Rollout
 
 
@@ -31,12 +31,13 @@ def group(*texts: bytes) -> Group:
 
 def test_the_group_whose_rewards_differ_most_is_traced_on_its_sampled_tokens() -> None:
     groups = [group(b"aa", b"bb"), group(b"cd", b"e\x00")]
+    found = np.array([0, 0, 7, 8], np.float32)
     rewards = [np.array([0.5, 0.5]), np.array([0.0, 1.0])]
-    advantages = [np.full(4, number, np.float32) for number in (1.0, 2.0, 3.0, 4.00001)]
-    columns = {"advantage": advantages, "trainer": None}
+    advantages = [np.full(4, number, np.float32) for number in (1.0, 2.0, 3.0, 4.0000001)]
+    columns: dict[str, Column | None] = {"advantage": advantages, "trainer": None, "value": lambda rows: {3: found}}
     assert Tracer(decode).traces(groups, rewards, columns) == {
-        (1, 0): {"tokens": ["c", "d"], "logprob": [-0.1235, -0.1235], "advantage": [3.0, 3.0]},
-        (1, 1): {"tokens": ["e", ""], "logprob": [-0.1235, -0.1235], "advantage": [4.0, 4.0]},
+        (1, 0): {"tokens": ["c", "d"], "logprob": [-0.123456, -0.123456], "advantage": [3.0, 3.0]},
+        (1, 1): {"tokens": ["e", ""], "logprob": [-0.123456, -0.123456], "advantage": [4.0, 4.0], "value": [7.0, 8.0]},
     }
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
-from made_runs import group, make_run, write_lines
+from made_runs import group, make_run, served, write_lines
 
+from vlmrl.observe.lock import run_lock
 from vlmrl.report.page import write_report
+from vlmrl.report.server import LivePage
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
@@ -114,6 +116,20 @@ def test_tokens_are_shaded(tmp_path: Path, quiet: Browser) -> None:
     shades = quiet.evaluate("[...document.querySelectorAll('.tokens span')].map(e => e.style.background !== '')")
     assert shades == [True, True, False]
     assert "log-prob, engine: -3" in quiet.evaluate("document.querySelectorAll('.tokens span')[1].title")
+
+
+def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path: Path, browser: Browser) -> None:
+    run = make_run(tmp_path / "run")
+    page = LivePage([run], max_mib=15, follow_s=4.0)
+    with run_lock(run, on_lost=pytest.fail, notify=pytest.fail), served(page) as server:
+        browser.open(f"{server.url}#curves")
+        browser.wait("document.querySelectorAll('.curve').length > 1")
+        browser.enter("input[type=search]", "later")
+        browser.wait("document.querySelectorAll('.curve').length === 0")
+        with (run / "metrics.jsonl").open("a") as lines:
+            lines.write('{"step": 9, "later/metric": 1.0}\n{"step": 10, "later/metric": 2.0}\n')
+        browser.wait("document.querySelectorAll('.curve').length === 1")
+        assert browser.evaluate("document.querySelector('input[type=search]').value") == "later"
 
 
 def test_hostile_text_is_inert_in_every_tab(tmp_path: Path, quiet: Browser) -> None:

@@ -1,26 +1,20 @@
 from __future__ import annotations
 
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made_runs import make_run
+from made_runs import make_run, served
 
-from vlmrl.report.server import LivePage, Server, make_server
+from vlmrl.report.server import LivePage, Server
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    page = LivePage([make_run(tmp_path / "run")], max_mib=15, max_age_s=0.0)
-    with make_server(page, port=0) as opened:
-        thread = threading.Thread(target=opened.serve_forever, args=(0.05,))
-        thread.start()
+    with served(LivePage([make_run(tmp_path / "run")], max_mib=15, follow_s=0.0)) as opened:
         yield opened
-        opened.shutdown()
-        thread.join()
 
 
 def get(url: str) -> str:

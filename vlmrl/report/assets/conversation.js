@@ -70,7 +70,8 @@ function shadeValues(trace, shade) {
 function shadedTokens(trace, shade) {
   const values = shadeValues(trace, shade) || [];
   const known = values.filter((value) => value !== null);
-  const largest = Math.max(...known.map(Math.abs), 1e-12);
+  // Differences of rounding are no more than noise, however they compare with each other.
+  const largest = Math.max(...known.map(Math.abs), shade === "gap" ? 0.1 : 1e-12);
   return el("div", { class: "text tokens" }, trace.tokens.map((token, i) => {
     const value = values[i];
     const span = el("span", { title: tokenTitle(trace, i) }, visible(token));
