@@ -34,7 +34,7 @@ TASKS = [
         "visual_preferences?families=count&difficulty=1&pixels=112",
         250,
     ),
-    Task("qwen3", "arithmetic?difficulty=1", "text_preferences?difficulty=1", 400),
+    Task("qwen3", "arithmetic?difficulty=1", "text_preferences?difficulty=1", 1200),
 ]
 
 
@@ -49,7 +49,7 @@ def test_supervised_training_and_a_reward_model_learn_on_two_ranks(
         "data.prompt_dataset": f"{task.questions}&size=32000",
         "eval.dataset": f"{task.questions}&size=512",
         "eval.generate_enable": "true",
-        "eval.steps": 50,
+        "eval.steps": task.sft_steps // 5,
         "reward.functions": '{"exact": 1.0}',
         "rollout.max_new_tokens": 8,
         "train.max_steps": task.sft_steps,
@@ -64,6 +64,7 @@ def test_supervised_training_and_a_reward_model_learn_on_two_ranks(
         "actor.num_gpus_per_node": 2,
         "data.prompt_dataset": f"{task.preferences}&size=20000",
         "eval.dataset": f"{task.preferences}&size=20000",
+        "ckpt.best_metric_key": f"eval/{task.preferences.partition('?')[0]}/accuracy",
     }
     train_rm(load(RmConfig, recipe("rm_visual_math_tiny.yaml", str(sft / "model"), rm, **flags)))
     accuracy = curve(rm, "/accuracy")
