@@ -18,9 +18,10 @@ from vlmrl.errors import ConfigError
 from vlmrl.hub.merged_card import write_merged_card
 from vlmrl.models.adapter_files import StoredAdapter, check_base, read_adapter
 from vlmrl.models.adapter_plan import PREFIX
+from vlmrl.models.kind import is_classifier
 from vlmrl.models.load import load_model
 from vlmrl.models.quantize import DTYPES, dequantized, four_bit, is_four_bit
-from vlmrl.models.value_head import HEAD, is_classifier, value_net
+from vlmrl.models.value_head import HEAD, value_net
 from vlmrl.plugins import Processor, first_line, looks_local, processor_of
 from vlmrl.system.storage import writing
 

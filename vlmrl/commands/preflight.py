@@ -31,6 +31,7 @@ from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
+from vlmrl.models.kind import check_generates
 from vlmrl.models.max_length import check_length, max_positions
 from vlmrl.observe.trackers import check_trackers
 from vlmrl.plugins import Processor, check_same_inputs, processor_of
@@ -43,6 +44,10 @@ from vlmrl.types import Media, Prompt, Sample
 
 _NUM_SAMPLES = 100
 """Rows whose length with the response a dry run of `vlmrl sft` measures."""
+_GENERATING = (
+    *("ref.model_name_or_path", "algo.distill.teacher_model_name_or_path", "sft.teacher_model_name_or_path"),
+)
+"""Models other than the actor that have log-probs of text."""
 _NUM_ROWS = 256
 """Rows that a dry run reads, with their images; a whole dataset may take an hour."""
 
@@ -143,6 +148,8 @@ def _check_other_models(config: TrainingConfig | EvalConfig, given: Sequence[tup
 
     actor = config.actor
     for flag, path in given:
+        if flag in _GENERATING:
+            check_generates(path, trust_remote_code=actor.trust_remote_code, flag=flag)
         skeleton(path, trust_remote_code=actor.trust_remote_code, flag=flag)
     load = partial(processor_of, columns=config.data, trust_remote_code=actor.trust_remote_code)
     actor_processor = load(actor.model_name_or_path)

@@ -31,12 +31,13 @@ from vlmrl.commands.preflight import (
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.num_steps import last_step_from
-from vlmrl.config.stages import DpoConfig, SamplingConfig, SftConfig, SupervisedConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SamplingConfig, SftConfig, SupervisedConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, GenerateConfig, RlConfig
 from vlmrl.errors import ConfigError
 from vlmrl.hub.model_card import write_cards
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.kind import check_generates
 from vlmrl.observe.lock import refuse_if_locked, run_lock
 from vlmrl.observe.log import run_log
 from vlmrl.observe.report import RunReport, parameter_table, save_table
@@ -97,6 +98,8 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
     if isinstance(config, DpoConfig):
         check_reference(config)
     actor = config.actor
+    if not isinstance(config, RmConfig):
+        check_generates(actor.model_name_or_path, trust_remote_code=actor.trust_remote_code)
     processor = processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
     return Prepared(folder, processor, warnings)
 
@@ -166,7 +169,7 @@ def run_session(
     title = f"vlmrl {config.verb}"
     start_times = StartTimes()
     start_times.end("checks")
-    with run_log() as log, naming_checkpoint(folder.checkpoints), ExitStack() as outer:
+    with run_log() as log, ExitStack() as outer:
         folder.open()
         with writing(folder.log.name, folder.root):
             log.move_to(folder.log)
@@ -185,7 +188,9 @@ def run_session(
         )
         if isinstance(config, RlConfig | SupervisedConfig):
             outer.callback(write_cards, config, folder, report.say)  # with the last curves
-        outer.callback(report.finish_drawing)  # it goes on while the roles and Ray stop
+        # The plot and the page go on while the roles and Ray stop.
+        outer.push(lambda kind, error, traceback: report.finish(error))
+        outer.enter_context(naming_checkpoint(folder.checkpoints))
         machines = outer.enter_context(session())
         check_hardware(config, machines, adapter)
         places = plan(**plan_arguments(config, machines))

@@ -1,8 +1,8 @@
 """Learning from preferences: the loss and its reference."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from vlmrl.config.base import NonNegativeFloat, PositiveFloat, Section, Unread
 from vlmrl.config.lora import Lora
@@ -40,6 +40,13 @@ class Dpo(Section):
     precompute_reference: bool = False
     """Compute the log-probs of the reference once, before training, with the model that is trained later, and keep them
     in the run's folder: no reference is in memory while the model trains."""
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _refuse_variants(cls, loss: Any) -> Any:
+        if loss == "cdpo":
+            raise ValueError("cDPO is dpo with a share of wrong labels: give --dpo.label_smoothing 0.1, for instance")
+        return loss
 
     @property
     def needs_reference(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -116,15 +117,19 @@ def split_answer(question: Any, answer: Any, label: str | None, *, column: str |
 
 
 def answer_text(answer: Any) -> str | None:
-    """Return the target text of an answer: a text, a number, or a conversation of one assistant message.
+    """Return the target text of an answer: a text, a number, or one assistant message, by itself or in a list.
 
-    None for a missing or empty answer. Raises DataError for messages that cannot be trained on.
+    None for a missing or empty answer. Raises DataError for anything else, and messages that cannot be trained on.
     """
     if answer is None or isinstance(answer, str):
         return answer or None
-    conversation = read_conversation(answer).messages
-    if not is_conversation(conversation):
+    if isinstance(answer, float) and math.isnan(answer):  # as pandas and Parquet write a missing value
+        return None
+    if isinstance(answer, bool | int | float):
         return str(answer)
+    conversation = read_conversation([answer] if isinstance(answer, Mapping) else answer).messages
+    if not is_conversation(conversation):
+        raise DataError(f"the answer is a {type(answer).__name__}; it should be a text or one assistant message")
     if len(conversation) > 1 or not ends_with_answer(conversation):
         roles = ", ".join(str(message.get("role")) for message in conversation)
         raise DataError(f"the answer should be one assistant message; its messages have the roles {roles}")

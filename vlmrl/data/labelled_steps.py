@@ -14,7 +14,7 @@ from vlmrl.data.media import InlineMedia
 from vlmrl.data.order import RowIndex
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.question import Question
-from vlmrl.data.responses import sft_sample
+from vlmrl.data.responses import check_response, sft_sample
 from vlmrl.data.step_ends import StepBoundaries
 from vlmrl.data.unusable import UnusableError, unusable_on_error
 from vlmrl.types import Floats, Media, Prompt, Sample
@@ -88,6 +88,7 @@ class StepStream(PromptStream):
         assert question.answer is not None
         prompt = super()._prompt(index, name, question, media, shared)
         with unusable_on_error("response unusable"):
+            check_response(question.answer, has_images=bool(prompt.media))
             sample = sft_sample(prompt, question.answer, self._processor)
         length = len(sample.tokens)
         if length > self._columns.max_len:

@@ -15,7 +15,7 @@ from vlmrl.data.order import RowIndex
 from vlmrl.data.pair_rows import Side, read_margin, read_side
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.question import Question
-from vlmrl.data.responses import sft_sample
+from vlmrl.data.responses import check_response, sft_sample
 from vlmrl.data.unusable import UnusableError, metadata_of, unusable_on_error
 from vlmrl.types import Floats, Media, Prompt, Sample
 
@@ -128,6 +128,7 @@ class PairStream(PromptStream):
         assert prompt.answer is not None, "a side has a response"
         with unusable_on_error("response unusable"):
             prompt.answer.encode()  # raises on a lone surrogate
+            check_response(prompt.answer, has_images=bool(prompt.media))
             sample = sft_sample(prompt, prompt.answer, self._processor)
         length = len(sample.tokens)
         if length > self._columns.max_len:

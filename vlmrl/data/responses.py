@@ -10,8 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlmrl.data.packing import by_response
+from vlmrl.errors import DataError
 from vlmrl.plugins import Processor
 from vlmrl.types import Group, Prompt, Rollout, Sample, Segment, Turn
+
+IMAGE_PLACEHOLDER = "<image>"
+"""Stands for an image in a text."""
 
 
 def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
@@ -30,6 +34,12 @@ def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
         group=prompt.index,
         source=prompt.source,
     )
+
+
+def check_response(answer: str, *, has_images: bool) -> None:
+    """Raise DataError where a response of a row with images has a placeholder: the model cannot learn to draw one."""
+    if has_images and IMAGE_PLACEHOLDER in answer:
+        raise DataError(f"the response has the placeholder {IMAGE_PLACEHOLDER}, and only questions can have images")
 
 
 def truncate(segment: Segment, limit: int) -> Segment:

@@ -10,7 +10,7 @@ import numpy as np
 
 from vlmrl.config.data import Columns
 from vlmrl.data.conversations import answer_text
-from vlmrl.data.responses import sft_sample
+from vlmrl.data.responses import check_response, sft_sample
 from vlmrl.data.unusable import UnusableError
 from vlmrl.errors import DataError
 from vlmrl.plugins import Processor
@@ -51,6 +51,7 @@ def supervise(prompt: Prompt, targets: Targets, *, processor: Processor, columns
         samples = [_text_sample(prompt, processor)]
     else:
         assert prompt.answer is not None, "supervised training needs answers"
+        check_response(prompt.answer, has_images=bool(prompt.media))
         last = sft_sample(prompt, prompt.answer, processor)
         earlier = _earlier_turns(prompt, processor, columns) if targets.kind == "all" else []
         samples = _numbered(join_turns([*earlier, last]), number=prompt.index)

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from vlmrl.errors import ConfigError
-from vlmrl.plugins import MODEL_FLAG, first_line, located
+from vlmrl.models.kind import read_config
 
 _KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 _INCLUDE_FACTOR = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
@@ -18,12 +18,7 @@ def max_positions(path: str, *, trust_remote_code: bool = False) -> int | None:
 
     Raises ConfigError when there is no such model.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(located(path), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{MODEL_FLAG}: {path} is not a model that can be read: {first_line(error)}") from error
+    config = read_config(path, trust_remote_code=trust_remote_code)
     text: Any = config.get_text_config()
     lengths = [int(value) for key in _KEYS if (value := getattr(text, key, None)) is not None]
     if not lengths:

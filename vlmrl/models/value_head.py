@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, initialization
+from transformers import PreTrainedModel, initialization
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -17,18 +17,17 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from vlmrl.errors import ConfigError
+from vlmrl.models.kind import CLASSIFIER, has_score_layer
 from vlmrl.models.load import read_weights, refuse_missing_weights, skeleton, without_weights
 from vlmrl.models.quantize import FourBit, quantization
 from vlmrl.models.scorer import Backbone, ImageFeatures, scatter_scored
-from vlmrl.plugins import MODEL_FLAG, located
+from vlmrl.plugins import MODEL_FLAG
 
 if TYPE_CHECKING:
     from vlmrl.plugins import Processor
 
 HEAD = "score.weight"
 """Name of the head's weight [labels, D], in memory and in files, as in Transformers."""
-
-_CLASSIFIER = "ForSequenceClassification"
 
 
 class ValueOutput(NamedTuple):
@@ -116,7 +115,7 @@ def value_net(
     config = bare.config
     if type(bare).is_remote_code():
         raise ConfigError(f"{flag}: {path} comes with its own code, to which no value head can be added")
-    has_head = _is_classifier(config)
+    has_head = has_score_layer(config)
     if not has_head:
         config.num_labels = labels
     elif config.num_labels > 2:
@@ -145,11 +144,6 @@ class Scale(NamedTuple):
     std: float
 
 
-def is_classifier(path: str, *, trust_remote_code: bool = False) -> bool:
-    """Whether the configuration of the model `path`, a folder or Hub id, names a score layer."""
-    return _is_classifier(AutoConfig.from_pretrained(located(path), trust_remote_code=trust_remote_code))
-
-
 def save_value_model(net: PreTrainedModel, processor: Processor, folder: Path, *, scale: Scale | None = None) -> None:
     """Write an unsharded `value_net` model and its processor to `folder`.
 
@@ -161,16 +155,12 @@ def save_value_model(net: PreTrainedModel, processor: Processor, folder: Path, *
     processor.save(folder)
 
 
-def _is_classifier(config: PreTrainedConfig) -> bool:
-    return any(name.endswith(_CLASSIFIER) for name in config.architectures or ())
-
-
 def _classifier(bare: PreTrainedModel, *, head_seed: int | None) -> type[PreTrainedModel]:
     """Make the class for sequence classification of `bare`'s family, in the way of Transformers, which has none for
     most vision-language families. With a seed, files may lack the score layer.
     """
     family = re.sub("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", type(bare).__name__)
-    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(bare.config.model_type, f"{family}{_CLASSIFIER}")
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(bare.config.model_type, f"{family}{CLASSIFIER}")
     names_in_files = get_checkpoint_conversion_mapping(type(bare).__name__)
     if names_in_files is not None:
         # Some families have other weight names in files, which Transformers looks up by the name of the class.

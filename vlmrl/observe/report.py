@@ -21,7 +21,7 @@ from vlmrl.observe.plots import draw_curves
 from vlmrl.observe.progress import Progress
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.samples import samples_of_evaluations, samples_of_step
-from vlmrl.observe.sinks import Sink, open_sinks, read_metrics
+from vlmrl.observe.sinks import Sink, open_sinks
 from vlmrl.observe.start_times import StartTimes
 from vlmrl.observe.trackers import OnlyNew, Opening, open_trackers
 from vlmrl.types import Metrics
@@ -33,13 +33,13 @@ _PAGE_LIMIT_S, _PAGE_LIMIT_OF_STOP_S = 60.0, 10.0
 
 
 class Page(Protocol):
-    """The page of a run, which is made beside it. Failures are returned."""
+    """The page of a run, which is made beside it. Failures are returned, not raised."""
 
     def refresh(self) -> str | None:
         """Begin to make it, unless it was made a short time ago; return why an earlier one failed."""
 
     def finish_soon(self) -> None:
-        """Begin to make the last one."""
+        """Begin to make the last one, in place of any that is being made."""
 
     def wait(self, timeout_s: float) -> str | None:
         """Wait for the last one; return why it failed."""
@@ -48,7 +48,7 @@ class Page(Protocol):
 class RunReport:
     """Terminal output, metrics files, plot and page of a run. Use as a context manager around the run.
 
-    Its end only begins the last drawing of the plot and the last page: call `finish_drawing` when all else has ended.
+    Its end only begins the last drawing of the plot and the last page: call `finish` when all else has ended.
 
     Args:
         start_times: those of the phases that have ended; the last one ends with `begin`.
@@ -76,7 +76,6 @@ class RunReport:
         self._start_times = start_times or StartTimes()
         self._page = page
         self._facts = RunFacts(folder.facts)
-        self._page_limit_s = _PAGE_LIMIT_S
         self._first_step = 1
         self._is_plot_current = True
         self._drawing: Future[None] | None = None
@@ -97,21 +96,29 @@ class RunReport:
             self._try(sink.close, f"{type(sink).__name__} did not close")
         for tracker in self._trackers:
             self._try(tracker.close, f"{_name(tracker)} did not close")
-        self._note_end(error)
-        self._page_limit_s = _PAGE_LIMIT_S if error is None else _PAGE_LIMIT_OF_STOP_S
         if not self._is_plot_current:
             pool = ThreadPoolExecutor(max_workers=1)
             self._drawing = pool.submit(draw_curves, self._folder.metrics, self._folder.curves)
             pool.shutdown(wait=False)
-        if self._page is not None and self._sinks:
-            self._page.finish_soon()
+        if error is None:
+            self._end(None)
 
-    def finish_drawing(self) -> None:
-        """Wait for the last drawing of the plot and the last page, which take seconds where nothing is imported yet."""
+    def finish(self, error: BaseException | None = None) -> None:
+        """Wait for the last drawing of the plot and the last page, which take seconds where nothing is imported yet.
+
+        `error` is what ends the run, when all that follows the report, such as saving on a stop, has added to it.
+        """
+        if error is not None:
+            self._end(error)
         if self._drawing is not None:
             self._is_plot_current = self._try(self._drawing.result, self._plot_failure)
-        if self._page is not None:
-            self._say_failure(self._page.wait(self._page_limit_s))
+        self._ask_page(lambda page: page.wait(_PAGE_LIMIT_S if error is None else _PAGE_LIMIT_OF_STOP_S))
+
+    def _end(self, error: BaseException | None) -> None:
+        """Note how the run ended, and begin the last page."""
+        self._note_end(error)
+        if self._sinks:
+            self._ask_page(lambda page: page.finish_soon())
 
     def note(self, **facts: Any) -> None:
         """Keep facts of the run for its page, such as its placement."""
@@ -163,7 +170,7 @@ class RunReport:
         if step % _DRAW_EVERY == 0:
             self._draw()
         if self._page is not None and (step % _DRAW_EVERY == 0 or step == self._first_step or evaluated):
-            self._say_failure(self._page.refresh())
+            self._ask_page(lambda page: page.refresh())
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Show and write an evaluation before the first step or after the last."""
@@ -193,9 +200,7 @@ class RunReport:
                 self._try(partial(sink.write_samples, step, name, rows), f"{_name(sink)} did not take responses")
 
     def _open_trackers(self, *, resumes: bool) -> list[OnlyNew]:
-        file = self._folder.metrics
-        sent = {record["step"]: record.keys() for record in read_metrics(file)} if resumes and file.exists() else {}
-        return open_trackers(self._logger, Opening(self._folder.root, self._config, resumes), sent=sent)
+        return open_trackers(self._logger, Opening(self._folder.root, self._config, resumes))
 
     def _draw(self) -> None:
         if not self._is_plot_current:
@@ -211,10 +216,15 @@ class RunReport:
             reason = "" if error is None else str(error) or type(error).__name__
             self._try(lambda: self._facts.end(state, reason), "facts.json could not be written")
 
-    def _say_failure(self, failure: str | None) -> None:
-        """Print once that the page could not be made."""
-        if failure is not None:
-            self._say_once(f"{self._folder.report.name} could not be written", failure)
+    def _ask_page(self, ask: Callable[[Page], str | None]) -> None:
+        """Ask for a page, if the run writes one; print once why it could not be made."""
+
+        def asked() -> None:
+            if self._page is not None and (failure := ask(self._page)) is not None:
+                self._say_once(what, failure)
+
+        what = f"{self._folder.report.name} could not be written"
+        self._try(asked, what)
 
     @property
     def _plot_failure(self) -> str:

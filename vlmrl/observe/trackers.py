@@ -10,13 +10,14 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from vlmrl.errors import ConfigError
 from vlmrl.observe.samples import COLUMNS, Sample
+from vlmrl.observe.sent import Sent
 from vlmrl.types import Metrics
 
 if TYPE_CHECKING:
@@ -64,9 +65,9 @@ class Opening(NamedTuple):
         return given or self.folder.resolve().name
 
     def id(self, file: str) -> str:
-        """Return an id that is made once per folder."""
+        """Return the id of the run, which its resumes keep."""
         path = self.folder / file
-        if not path.exists():
+        if not (self.resumes and path.exists()):
             path.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
         return path.read_text(encoding="utf-8").strip()
 
@@ -215,21 +216,24 @@ class SwanlabTracker:
 
 
 class OnlyNew:
-    """Passes on what the tracker does not have: metrics that no earlier run has sent, and finite."""
+    """Passes on what the tracker does not have: metrics that no earlier process of the run has sent, and finite."""
 
-    def __init__(self, tracker: Tracker, sent: Mapping[int, Collection[str]]) -> None:
+    def __init__(self, tracker: Tracker, sent: Sent) -> None:
         self.tracker = tracker
         self._sent = sent
 
     def write(self, step: int, metrics: Metrics) -> None:
-        sent = self._sent.get(step, ())
-        new = {name: value for name, value in metrics.items() if name not in sent and math.isfinite(value)}
+        sent = self._sent.earlier(step)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        new = {} if sent is None else {name: value for name, value in finite.items() if name not in sent}
         if new:
             self.tracker.write(step, new)
+            self._sent.note(step, new)
 
     def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
         mark = "reward/mean" if name == "train" else f"eval/{name}/"
-        if not any(metric.startswith(mark) for metric in self._sent.get(step, ())):
+        sent = self._sent.earlier(step)
+        if sent is not None and not any(metric.startswith(mark) for metric in sent):
             self.tracker.write_samples(step, name, samples)
 
     def close(self) -> None:
@@ -242,11 +246,8 @@ def check_trackers(logger: Logger) -> None:
         _imported(kind.service)
 
 
-def open_trackers(logger: Logger, opening: Opening, *, sent: Mapping[int, Collection[str]]) -> list[OnlyNew]:
+def open_trackers(logger: Logger, opening: Opening) -> list[OnlyNew]:
     """Open the configured trackers.
-
-    Args:
-        sent: names of the metrics of each step that an earlier run wrote.
 
     Raises:
         ConfigError: a package or key is missing, or a tracker refuses the run.
@@ -262,6 +263,7 @@ def open_trackers(logger: Logger, opening: Opening, *, sent: Mapping[int, Collec
             raise ConfigError(
                 f"{section}: {kind.service.package} refused the run: {' '.join(reason.split())}"
             ) from None
+        sent = Sent(opening.folder / f"{kind.service.package}_sent.json", resumes=opening.resumes)
         trackers.append(OnlyNew(tracker, sent))
     return trackers
 

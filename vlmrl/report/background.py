@@ -54,9 +54,9 @@ class BackgroundReport:
         return self._collect()
 
     def _begin(self) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (the process outlives this call)
         self._begun_at = time.monotonic()
         try:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (the process outlives this call)
             self._process = subprocess.Popen(
                 [*self._command, str(os.getpid()), str(self._folder), str(MAX_MIB)],
                 stdin=subprocess.DEVNULL,
@@ -64,7 +64,7 @@ class BackgroundReport:
                 stderr=self._errors,
                 start_new_session=True,  # Ctrl-C is for the run, which then has the last report written
             )
-        except OSError:  # no process or memory left: the next one may succeed
+        except OSError:  # no process, memory or temporary folder left: the next one may succeed
             self._close()
 
     def _collect(self) -> str | None:

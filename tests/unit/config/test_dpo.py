@@ -68,6 +68,11 @@ def test_the_default_strength_depends_on_the_loss(tmp_path: Path) -> None:
     assert load(DpoConfig, ["--config", str(tmp_path / "config.yaml")]).dpo.beta == 2.0
 
 
+def test_cdpo_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"dpo\.loss.*cDPO is dpo with .* wrong labels: give --dpo\.label_smoothing"):
+        read("--dpo.loss cdpo")
+
+
 def test_mpo_has_an_nll_term_by_default() -> None:
     assert read("--dpo.loss mpo").dpo.nll_coef == 1.0
     assert read("--dpo.loss mpo --dpo.nll_loss_coef 0.5").dpo.nll_coef == 0.5

@@ -79,6 +79,8 @@ def test_the_answer_is_the_column_else_the_label() -> None:
     assert split_answer("q", None, "label", column="answer") == ("q", "label")
     assert answer_text([{"role": "assistant", "content": [{"type": "text", "text": "a"}, "b"]}]) == "ab"
     assert answer_text(4) == "4"
+    assert answer_text(float("nan")) is None
+    assert answer_text(ASSISTANT) == answer_text({"from": "gpt", "value": "4"}) == "4"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,9 @@ def test_the_answer_is_the_column_else_the_label() -> None:
         ([USER, {"role": "assistant", "content": [{"type": "image"}]}], None, "parts other than text"),
         ("q", [USER], "should be one assistant message; its messages have the roles user"),
         ("q", [USER, ASSISTANT], "its messages have the roles user, assistant"),
+        ("q", ["4"], "the answer is a list; it should be a text or one assistant message"),
+        ("q", {"text": "4"}, "its messages have the roles None"),
+        ("q", b"4", "the answer is a bytes"),
     ],
 )
 def test_answers_that_cannot_be_trained_on(question: Any, answer: Any, message: str) -> None:

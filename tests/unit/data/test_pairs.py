@@ -125,6 +125,8 @@ GOOD: dict[str, Any] = {"input": "what?", "chosen": "red", "rejected": "blue"}
         ({"input": "what?", "chosen": "red", "rejected": "blue " * 80}, "too long"),
         ({"input": "what? " * 80, "chosen": "red", "rejected": "blue"}, "too long"),
         ({"input": "what?", "chosen": "red", "rejected": "\ud800"}, "response unusable"),
+        ({"input": "what?", "chosen": "red", "rejected": ["blue"]}, "response unusable"),
+        ({"chosen": with_image(IMAGE, "a"), "rejected": with_image(IMAGE, "<image>")}, "response unusable"),
         ({"input": "what?", "chosen": "red", "rejected": "blue", "gap": "much"}, "margin unusable"),
     ],
 )

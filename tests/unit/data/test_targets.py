@@ -248,6 +248,14 @@ def test_an_empty_final_message_is_not_replaced_by_the_label(text_model: Process
     assert refusal({"messages": chat("a", ""), "label": "b"}, text_model)[1] == "rows:0 (the response is empty)"
 
 
+def test_a_response_with_a_placeholder_is_dropped_where_the_row_has_images(vlm: Processor) -> None:
+    seen = {"role": "user", "content": [{"type": "image", "image": picture(0)}, {"type": "text", "text": "What?"}]}
+    kind, detail = refusal({"messages": [seen, {"role": "assistant", "content": "<image> red"}]}, vlm)
+    assert kind == "response unusable"
+    assert "the response has the placeholder <image>" in detail
+    assert samples_of({"messages": chat("Name a tag", "<image>")}, vlm, image_key=None)
+
+
 # ---------------------------------------------------------------- longest rows
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from vlmrl.observe.report import RunReport, save_table
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.sinks import read_metrics
 from vlmrl.observe.start_times import StartTimes
+from vlmrl.system.stops import Stopped
 
 
 @contextmanager
@@ -24,7 +26,7 @@ def make_report(folder: Path, **logger: object) -> Iterator[RunReport]:
         with report:
             yield report
     finally:
-        report.finish_drawing()
+        report.finish()
 
 
 def test_a_step_gets_its_times_and_throughput(tmp_path: Path) -> None:
@@ -172,9 +174,40 @@ def test_the_page_is_made_every_few_steps_and_at_the_end_and_a_failure_is_said_o
         report.begin(total_steps=12, done=0)
         for step in range(1, 13):
             report.step(step, {"reward/mean": 0.0} | ({"eval/toy/pass@1": 0.5} if step == 7 else {}))
-    report.finish_drawing()
+    report.finish()
     assert page.calls == ["refresh", "refresh", "refresh", "finish", "wait"]  # after steps 1, 7 and 10
     assert capsys.readouterr().out.count("report.html could not be written: no room") == 1
+
+
+def test_the_facts_have_what_was_added_to_an_error_after_the_report_ended(tmp_path: Path) -> None:
+    report = RunReport(RunFolder(tmp_path), logger=Logger(), config={}, title="test")
+    with suppress(KeyboardInterrupt), report:
+        report.begin(total_steps=3, done=0)
+        raise Stopped(signal.SIGINT)
+    report.finish(Stopped(signal.SIGINT, "after step 2; resume from checkpoints/step_000002 with --ckpt.load_enable"))
+    end = json.loads((tmp_path / "facts.json").read_text())["end"]
+    assert end["state"] == "stopped"
+    assert end["reason"].startswith("stopped by SIGINT: after step 2; resume from")
+
+
+def test_a_page_that_raises_neither_ends_the_run_nor_hides_why_it_ends(tmp_path: Path) -> None:
+    class BrokenPage(RecordedPage):
+        def refresh(self) -> str | None:
+            raise FileNotFoundError("/tmp")
+
+        def finish_soon(self) -> None:
+            raise FileNotFoundError("/tmp")
+
+        wait = refresh  # type: ignore[assignment]
+
+    report = RunReport(RunFolder(tmp_path), logger=Logger(), config={}, title="test", page=BrokenPage())
+    reason = ValueError("the reason")
+    with suppress(ValueError), report:
+        report.begin(total_steps=2, done=0)
+        report.step(1, {"reward/mean": 0.0})
+        raise reason
+    report.finish(reason)
+    assert json.loads((tmp_path / "facts.json").read_text())["end"]["reason"] == "the reason"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +225,7 @@ def test_the_facts_say_how_the_run_ended(tmp_path: Path, error: BaseException | 
         report.begin(total_steps=3, done=1)
         if error is not None:
             raise error
-    report.finish_drawing()
+    report.finish(error)
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert (facts["total_steps"], facts["done"], facts["placement"]) == (3, 1, [["actor", "1", "0:0"]])
     assert (facts["end"]["state"], facts["end"]["reason"]) == end

@@ -18,6 +18,7 @@ from vlmrl.config.ckpt import Logger
 from vlmrl.errors import ConfigError
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.run_folder import RunFolder
+from vlmrl.observe.sent import Sent
 from vlmrl.observe.trackers import OnlyNew, Opening, _as_code, check_trackers, open_trackers
 
 HOSTILE = "</script><img src=x onerror=alert(1)> ``` [x](javascript:y)"
@@ -91,7 +92,7 @@ def run(folder: Path, package: str, *, done: int = 0, last: int = 3) -> None:
             loss = math.nan if step == 1 else 0.1
             evaluation = {"eval/toy/pass@1": 0.5} if step == 2 else {}
             report.step(step, {"reward/mean": step / 4, "policy/loss": loss} | evaluation)
-    report.finish_drawing()
+    report.finish()
 
 
 @pytest.mark.parametrize("package", SETTINGS)
@@ -119,7 +120,7 @@ def test_a_key_is_needed_unless_the_tracker_is_offline(package: str, monkeypatch
 def test_an_error_of_a_tracker_never_shows_the_key(tmp_path: Path, wandb: FakeWandb) -> None:
     wandb.failure = RuntimeError("bad key\nsecret")
     with pytest.raises(ConfigError, match=r"^logger\.wandb: wandb refused the run: bad key \.\.\.$"):
-        open_trackers(logger("wandb"), Opening(tmp_path, {}, resumes=False), sent={})
+        open_trackers(logger("wandb"), Opening(tmp_path, {}, resumes=False))
 
 
 def test_wandb_gets_metrics_samples_and_the_step_as_axis(tmp_path: Path, wandb: FakeWandb) -> None:
@@ -138,15 +139,20 @@ def test_wandb_gets_metrics_samples_and_the_step_as_axis(tmp_path: Path, wandb: 
 
 
 def test_a_resumed_run_is_the_same_wandb_run_and_sends_only_what_is_missing(tmp_path: Path, wandb: FakeWandb) -> None:
+    def resumed(done: int, last: int) -> tuple[list[int], list[tuple[int, float]]]:
+        wandb.logged.clear()
+        run(tmp_path, "wandb", done=done, last=last)
+        assert wandb.runs[0] == wandb.runs[-1]
+        evaluations = [(row["step"], row["eval/toy/pass@1"]) for row in wandb.logged if "eval/toy/pass@1" in row]
+        return [row["step"] for row in wandb.logged if "reward/mean" in row], evaluations
+
     run(tmp_path, "wandb")
-    wandb.logged.clear()
-    run(tmp_path, "wandb", done=1, last=4)
-    assert wandb.runs[0] == wandb.runs[1]
-    rewards = [row["step"] for row in wandb.logged if "reward/mean" in row]
-    evaluations = [(row["step"], row["eval/toy/pass@1"]) for row in wandb.logged if "eval/toy/pass@1" in row]
-    assert rewards == [4], "steps 2 and 3 keep their first values"
-    assert evaluations == [(1, 0.25)], "the evaluation that a stop had interrupted is not lost"
+    assert resumed(3, 3) == ([], [(3, 0.25)]), "the evaluation that a stop had interrupted is not lost"
+    assert resumed(1, 2) == ([], []), "this one dies before it is where the first one was"
+    assert resumed(1, 4) == ([4], []), "steps 2 and 3 keep their first values"
     assert not [row for row in wandb.logged if "samples/train" in row]
+    run(tmp_path, "wandb")
+    assert wandb.runs[0]["id"] != wandb.runs[-1]["id"], "a run that begins again is another one"
 
 
 def test_a_tracker_that_fails_is_reported_once_and_does_not_end_the_run(
@@ -167,16 +173,18 @@ def test_a_tracker_that_fails_is_reported_once_and_does_not_end_the_run(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_only_new_and_finite_metrics_are_sent() -> None:
+def test_only_new_and_finite_metrics_are_sent(tmp_path: Path) -> None:
+    Sent(tmp_path / "sent.json", resumes=False).note(2, ["a/b", "eval/toy/reward"])
     got: list[Any] = []
     tracker = SimpleNamespace(write=lambda *row: got.append(row), write_samples=lambda *row: got.append(row[:2]))
-    only_new = OnlyNew(tracker, {1: {"a/b"}, 2: {"eval/toy/reward"}})  # type: ignore[arg-type]
-    only_new.write(1, {"a/b": 1.0, "a/c": 2.0})
-    only_new.write(1, {"a/b": 1.0})
+    only_new = OnlyNew(tracker, Sent(tmp_path / "sent.json", resumes=True))  # type: ignore[arg-type]
+    only_new.write(1, {"a/c": 1.0})
+    only_new.write(2, {"a/b": 1.0, "a/c": 2.0})
+    only_new.write(2, {"a/b": 1.0})
     only_new.write(3, {"a/b": math.inf, "a/c": 1.0})
     for name in ("train", "toy"):
         only_new.write_samples(2, name, [])
-    assert got == [(1, {"a/c": 2.0}), (3, {"a/c": 1.0}), (2, "train")]
+    assert got == [(2, {"a/c": 2.0}), (3, {"a/c": 1.0}), (2, "train")]
 
 
 def test_text_in_markdown_cannot_leave_its_code_block() -> None:

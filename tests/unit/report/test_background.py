@@ -63,7 +63,7 @@ def test_a_run_ends_with_a_page_that_says_so(tmp_path: Path) -> None:
         report.begin(total_steps=2, done=0)
         report.step(1, {"reward/mean": 0.25})
         report.step(2, {"reward/mean": 0.75})
-    report.finish_drawing()
+    report.finish()
     text = (folder / "report.html").read_text()
     assert '"state":"finished"' in text
     assert '"total_steps":2' in text
