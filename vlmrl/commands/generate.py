@@ -32,6 +32,7 @@ from vlmrl.plugins import Processor
 from vlmrl.system import stops
 from vlmrl.system.journal import Journal
 from vlmrl.system.plain_text import one_line
+from vlmrl.system.stops import Stopped
 from vlmrl.system.storage import writing
 from vlmrl.trainer.generation import IMAGES, Totals, images_of, records, rows
 from vlmrl.types import Metrics, Sampling
@@ -68,7 +69,10 @@ def generate(config: GenerateConfig, *, dry_run: bool = False, is_quiet: bool = 
     with run_session(config, folder, warnings, is_quiet=is_quiet) as (builder, report):
         journal = Journal(folder.responses)  # again: another run may have held the lock until now
         check_same_settings(journal, settings)
-        tokens_per_s = _complete(config, folder, journal, settings, processor, builder, report)
+        try:
+            tokens_per_s = _complete(config, folder, journal, settings, processor, builder, report)
+        except Stopped as stop:
+            raise Stopped(stop.number, _state(journal)) from None
         check_output(output, folder)  # again: hours may have passed
         remember_output(output, folder)
         metrics = _write(config, journal, output, tokens_per_s=tokens_per_s)
@@ -190,6 +194,13 @@ def _complete(
         num_tokens += totals.tokens
         report.step(step, totals.batch_metrics(time.monotonic() - clock))
     return num_tokens / (time.monotonic() - start)
+
+
+def _state(journal: Journal) -> str:
+    """Say what a run that is stopped leaves."""
+    if not journal.position:
+        return "before its first responses were finished"
+    return f"the responses to {journal.position} rows are in {journal.path}, and the same command goes on from there"
 
 
 def _failures(count: int, journal: Journal) -> str:

@@ -12,7 +12,7 @@ class Columns(Section):
 
     input_key: str = "input"
     """Column of the question: a string, or a list of chat messages (also ShareGPT's). Without a column `input`, the one
-    of `prompt`, `messages` and `conversations` that exists."""
+    of `prompt`, `messages` (not with pairs) and `conversations` that exists."""
     label_key: str = "label"
     """Column of the expected response; dots select a field inside a column, as in `reward_model.ground_truth`. A row
     whose label no response can match (`reward.functions`) is dropped and counted."""

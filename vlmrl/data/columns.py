@@ -23,8 +23,8 @@ _DEFAULTS: Keys = COLUMN_KEYS | PAIR_KEYS
 
 _STANDARD = {"input_key": ("prompt", "messages", "conversations"), "output_key": STANDARD_ANSWER_COLUMNS}
 """Names in TRL's and ShareGPT's datasets, read when a dataset has no column of the default name."""
-_STANDARD_OF_PAIRS = {"input_key": ("prompt",)}
-"""The same for pairs, beside which other columns of messages hold one of the two responses once more."""
+_STANDARD_OF_PAIRS = {"input_key": ("prompt", "conversations")}
+"""The same for pairs, beside which a column `messages` holds one of the two responses once more."""
 _LIKELY = {
     "input_key": ("question", "problem", "query", "instruction", "text"),
     "label_key": ("answer", "solution", "ground_truth", "target", "final_answer", "reward_model"),

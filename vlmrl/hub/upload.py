@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from vlmrl.plugins import ADAPTER_CONFIG, ONLY_SAFETENSORS
 _MODEL_CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS, _ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
-_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".safetensors", ".md", ".png", ".py"}
-"""Kinds of files that belong to a model; all others stay here."""
+_OF_A_MODEL = (
+    *("*.safetensors", "*.safetensors.index.json", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
+    *("*config.json", "chat_template.json", "tokenizer*.json", "vocab*.json", "*tokens*.json"),
+    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "README.md", "*.png"),
+)
+"""Names of files that belong to a model; all others stay here."""
 _NAMES_OF_MODELS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 """Keys of JSON files that may hold a path of this machine."""
 
@@ -71,7 +76,7 @@ def plan_upload(folder: Path, *, repo: str, base: str | None, licence: dict[str,
     left_out = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        if path.suffix not in _SUFFIXES or any(part.startswith(".") for part in path.relative_to(folder).parts):
+        if not _belongs(name) or (path.is_symlink() and path.suffix != ".safetensors"):
             left_out.append(name)
         elif path.suffix == ".json":
             files[name] = _public_json(path, base)
@@ -80,6 +85,12 @@ def plan_upload(folder: Path, *, repo: str, base: str | None, licence: dict[str,
     if card is not None:
         files[CARD] = without_secrets(str(card)).encode()
     return Upload(files, tuple(left_out))
+
+
+def _belongs(name: str) -> bool:
+    """Whether a file of the folder, by its path in it, belongs to a model."""
+    depth = name.count("/")
+    return any(depth == pattern.count("/") and fnmatchcase(name, pattern) for pattern in _OF_A_MODEL)
 
 
 def check_complete(folder: Path) -> None:

@@ -331,5 +331,6 @@ class RunCheckpoints:
                 self.critic.save_model(self.folder.critic)
                 written.append(("critic", self.folder.critic))
         stops.mark_done()
-        for name, file in (*written, ("curves", self.folder.curves), ("numbers", self.folder.metrics)):
+        pages = [("report", self.folder.report)] if self.config.logger.report else []
+        for name, file in (*written, *pages, ("curves", self.folder.curves), ("numbers", self.folder.metrics)):
             self.report.say(f"{name}: {file}")

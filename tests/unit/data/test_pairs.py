@@ -64,6 +64,11 @@ def test_all_formats_give_the_same_tokens(text_model: Processor) -> None:
         {"chosen": share_gpt("four"), "rejected": share_gpt("five")},
         {"prompt": "2 + 2?", "chosen": asked("2 + 2?", "four"), "rejected": asked("2 + 2?", "five")},
         {"input": "2 + 2?", "chosen": "four", "rejected": [{"role": "assistant", "content": "five"}]},
+        {
+            "conversations": [{"from": "human", "value": "2 + 2?"}],
+            "chosen": {"from": "gpt", "value": "four"},
+            "rejected": {"from": "gpt", "value": "five"},
+        },
     ]
     batches = [draw(row, processor=text_model).samples for row in formats]
     for chosen, rejected in batches:

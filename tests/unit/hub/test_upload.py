@@ -54,9 +54,14 @@ def test_only_files_of_a_model_are_uploaded(tmp_path: Path) -> None:
     (folder / ".cache" / "x.json").write_text("{}")
     (folder / "global_step").mkdir()
     (folder / "global_step" / "mp_rank_00_model_states.pt").touch()
+    (folder / "global_step" / "config.json").write_text("{}")
+    for name in ("notes.txt", "wandb.json"):
+        (folder / name).write_text("mine")
+    (folder / "merges.txt").symlink_to("/etc/hostname")
     upload = plan(folder)
     assert sorted(upload.files) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
-    assert set(upload.left_out) == {"optimizer.pt", ".cache/x.json", "global_step/mp_rank_00_model_states.pt"}
+    states = {"global_step/mp_rank_00_model_states.pt", "global_step/config.json"}
+    assert set(upload.left_out) == states | {"optimizer.pt", ".cache/x.json", "notes.txt", "wandb.json", "merges.txt"}
     assert upload.sizes()["tokenizer.json"] == 2
     assert upload.weights == {"model.safetensors"}
 
