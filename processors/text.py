@@ -314,7 +314,10 @@ def conversation(question: str | Sequence[Mapping[str, Any]], system_prompt: str
         raise DataError(f"the question is neither text nor a list of chat messages, but {type(question).__name__}")
     messages = [_message(turn) for turn in turns]
     if messages[-1]["role"] == "assistant":
-        raise DataError("the chat messages end with an assistant message: there is no question to respond to")
+        raise DataError(
+            "the chat messages end with an assistant message: there is no question to respond to; leave that message "
+            "out, or put it into the column data.label_key as the expected response"
+        )
     if system_prompt is not None and all(message["role"] != "system" for message in messages):
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
     return messages

@@ -20,6 +20,9 @@ from vlmrl.types import Group, Prompt, Rollout, Sample, Score
 if TYPE_CHECKING:
     from vlmrl.commands.memory import Machine
 
+_SHOWN_CHARS = 400
+"""Longest text of what is learned of a row."""
+
 
 def format_steps(config: TrainingConfig, num_rows: int) -> str:
     """Steps of the run, with the samples and optimizer updates of each.
@@ -30,20 +33,25 @@ def format_steps(config: TrainingConfig, num_rows: int) -> str:
     frozen = max(0, config.critic.freezing_steps) if isinstance(config, RlConfig) and config.has_critic else 0
     steps, updates = last_step(config, num_rows), optimizer_steps(config, num_rows, frozen=frozen)
     if not isinstance(config, RlConfig):
-        passes = _counted(config.train.max_epochs, "pass", "passes")
-        return f"plan: {_counted(steps, 'step')} of {config.train.batch_size} samples; {passes} over {num_rows} rows"
+        return f"plan: {_counted(steps, 'step')} of {config.train.batch_size} samples; {_passes(config, num_rows)}"
     prompts, n = config.rollout.batch_size, config.rollout.n_samples_per_prompt
     updates_per_step = updates // (steps - frozen)
-    passes = _counted(config.train.num_episodes, "pass", "passes")
     bound = "at most " if config.algo.dynamic_filtering_enable else ""
     cut = f", cut at train.max_steps {steps}" if config.train.max_steps == steps else ""
     queue = config.train.queue_size
     ahead = f"; engines sample up to {_counted(queue, 'step')} ahead" if queue else ""
     return (
         f"plan: {bound}{_counted(steps, 'step')} of {prompts} prompts x {n} responses = {prompts * n} samples, "
-        f"{_counted(updates_per_step, 'update')} each of {config.train.batch_size} samples; {passes} over {num_rows} "
-        f"rows{cut}{ahead}"
+        f"{_counted(updates_per_step, 'update')} each of {config.train.batch_size} samples; "
+        f"{_passes(config, num_rows)}{cut}{ahead}"
     )
+
+
+def _passes(config: TrainingConfig, num_rows: int) -> str:
+    passes = config.train.num_episodes if isinstance(config, RlConfig) else config.train.max_epochs
+    if config.data.prompt_probs is not None:
+        return f"{passes * num_rows} draws from {num_rows} rows, by data.prompt_probs"
+    return f"{_counted(passes, 'pass', 'passes')} over {num_rows} rows"
 
 
 def format_trained_parts(config: TrainingConfig, processor: Processor) -> str:
@@ -92,10 +100,14 @@ def format_rows(num_rows: int, dropped: Mapping[str, int], prompts: Sequence[Pro
     )
 
 
-def format_samples(samples: Sequence[Sample], positions: int | None) -> list[str]:
-    """Length of the longest row with its response, with a warning where the model has fewer positions."""
+def format_samples(samples: Sequence[Sample], positions: int | None, processor: Processor) -> list[str]:
+    """What is learned of the first row, and the length of the longest row with its response, with a warning where the
+    model has fewer positions."""
     longest = max(len(sample.tokens) for sample in samples)
     lines = [f"the longest of {len(samples)} rows with its response has {longest} tokens"]
+    of_first = [sample for sample in samples if sample.group == samples[0].group]
+    texts = [processor.tokenizer.decode(sample.tokens[sample.sampled].tolist()) for sample in of_first]
+    lines.append(f"learned of the first row: {' | '.join(repr(_shortened(text)) for text in texts)}")
     if positions is not None and longest > positions:
         lines.append(f"warning: the model has {positions} positions, and the longest row {longest} tokens")
     return lines
@@ -159,3 +171,8 @@ def _format_score(score: Score) -> str:
 
 def _counted(count: int, singular: str, plural: str = "") -> str:
     return f"{count} {singular if count == 1 else plural or singular + 's'}"
+
+
+def _shortened(text: str) -> str:
+    half = _SHOWN_CHARS // 2
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:half]} ... {text[-half:]}"

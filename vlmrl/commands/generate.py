@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from vlmrl.system.plain_text import one_line
 from vlmrl.system.stops import Stopped
 from vlmrl.system.storage import writing
 from vlmrl.trainer.generation import IMAGES, Totals, images_of, records, rows
-from vlmrl.types import Metrics, Sampling
+from vlmrl.types import Metrics, Prompt, Sampling
 
 _NOT_COMPARED = frozenset(
     {
@@ -183,10 +183,12 @@ def _complete(
     if journal.position >= num_rows:
         report.begin(total_steps=done, done=done)
         return None
+    take = prompts.begin_evaluation_rows(journal.position, config.rollout.batch_size)
+    first = take()  # before engines start: its rows may be unusable
     merged = with_merged_actor(config, folder, builder.stack, report.say)
     engines, sources = builder.evaluation_roles(merged, processor, report)
     report.begin(total_steps=_num_batches(config, num_rows), done=done)
-    batches = _Batches(config, folder, prompts, engines, sources, first=journal.position)
+    batches = _Batches(config, folder, prompts, engines, sources, first=first)
     start, num_tokens = time.monotonic(), 0
     for step, position in enumerate(range(journal.position, num_rows, config.rollout.batch_size), start=done + 1):
         clock = time.monotonic()
@@ -229,9 +231,9 @@ class _Batches:
         engines: RemoteEngines,
         sources: RewardSources,
         *,
-        first: int,
+        first: Sequence[Prompt],
     ) -> None:
-        """`first` is the first row of the first batch."""
+        """`first` are the prompts of the first batch."""
         self._has_scores = config.has_scores
         self._images = folder.root / IMAGES
         self._transcripts = Transcripts(folder.rollouts, prompts.save_media)
@@ -245,7 +247,7 @@ class _Batches:
         )
 
         self._batch_size = config.rollout.batch_size
-        self._take = prompts.begin_evaluation_rows(first, self._batch_size)
+        self._take: Callable[[], Sequence[Prompt]] = lambda: first
 
     def respond(self, report: RunReport, journal: Journal, step: int, *, end: int) -> Totals:
         """Sample and score responses to the next rows, before row `end`, and add them to the journal.

@@ -318,7 +318,7 @@ def _show_data(config: TrainingConfig | EvalConfig, source: Source, console: Con
             samples = _draw_samples(config, source, min(_NUM_SAMPLES, source.num_rows()))
             model = config.actor
             num_positions = max_positions(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
-            lines += forecast.format_samples(samples, num_positions)
+            lines += forecast.format_samples(samples, num_positions, source.processor)
         table.add_row("training", str(source.num_rows()), str(count), *_size_cells(prompts))
     for name, prompts in source.evaluation().items():
         first = first or prompts[0]
@@ -331,7 +331,8 @@ def _show_data(config: TrainingConfig | EvalConfig, source: Source, console: Con
     for line in (*repeats, *source.take_warnings()):
         print_line(console, line)
     assert first is not None, "a run has training rows or evaluation rows"
-    print_line(console, f"first prompt ({first.source}): {first.text!r} -> {first.label!r}")
+    label = "" if isinstance(config, SupervisedConfig) else f" -> {first.label!r}"
+    print_line(console, f"first prompt ({first.source}): {first.text!r}{label}")
     if isinstance(config, RlConfig | EvalConfig):
         lines += forecast.format_rewards(config, first)
     for line in lines:

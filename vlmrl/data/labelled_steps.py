@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -106,12 +108,15 @@ class StepStream(PromptStream):
 
 
 def read_step_labels(value: Any, column: str | None) -> tuple[float, ...]:
-    """Return labels of steps as probabilities: booleans, `+` and `-`, or numbers from 0 to 1.
+    """Return labels of steps as probabilities: booleans, `+` and `-`, or numbers from 0 to 1, in a list or its JSON.
 
     One boolean is the label of a response of one step. Raises UnusableError.
     """
     if isinstance(value, bool):
         value = [value]
+    elif isinstance(value, str):  # a list in a file of text columns
+        with suppress(ValueError):
+            value = json.loads(value)
     if not isinstance(value, list | tuple) or not value:
         raise UnusableError("step labels unusable", f"column {column!r} (data.label_key) holds no list of labels")
     labels = []

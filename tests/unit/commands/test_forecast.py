@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,10 +124,24 @@ def test_dropped_rows_are_counted_by_reason() -> None:
     assert message.startswith("rows: of the first 5, 3 are dropped (2 too long, 1 no question); ")
 
 
-def test_rows_beyond_the_models_positions_are_a_warning() -> None:
+def test_rows_beyond_the_models_positions_are_a_warning(tools: Processor) -> None:
     samples = [Sample(tokens=np.arange(n), sampled=np.arange(n) > 1) for n in (5, 9)]
-    assert forecast.format_samples(samples, 9) == ["the longest of 2 rows with its response has 9 tokens"]
-    assert forecast.format_samples(samples, 8)[1] == "warning: the model has 8 positions, and the longest row 9 tokens"
+    assert forecast.format_samples(samples, 9, tools)[0] == "the longest of 2 rows with its response has 9 tokens"
+    assert len(forecast.format_samples(samples, 9, tools)) == 2
+    assert forecast.format_samples(samples, 8, tools)[2] == (
+        "warning: the model has 8 positions, and the longest row 9 tokens"
+    )
+
+
+def test_what_is_learned_of_the_first_row_is_shown(tools: Processor) -> None:
+    question, *responses = (tools.tokenizer(text).input_ids for text in ("Name one!", "red", "green" * 200))
+    samples = [
+        Sample(tokens=np.array([*question, *ids]), sampled=np.arange(len(question) + len(ids)) >= len(question))
+        for ids in responses
+    ]
+    line = forecast.format_samples([*samples, replace(samples[0], group=1)], None, tools)[1]
+    assert re.fullmatch(r"learned of the first row: 'red' \| 'greengreen.* \.\.\. .*green'", line)
+    assert len(line) < 500
 
 
 def test_each_reward_source_scores_one_example(tmp_path: Path) -> None:

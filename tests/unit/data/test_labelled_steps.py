@@ -90,5 +90,6 @@ def test_a_dataset_without_labels_is_refused(text_model: Processor) -> None:
 def test_numbers_that_are_no_probabilities_are_refused() -> None:
     assert read_step_labels([True, 0, 0.5, "-"], "labels") == (1.0, 0.0, 0.5, 0.0)
     assert read_step_labels(False, "labels") == (0.0,)
+    assert read_step_labels('["+", 0]', "labels") == (1.0, 0.0), "as in CSV"
     with pytest.raises(UnusableError):
         read_step_labels([float("nan")], "labels")
