@@ -73,6 +73,9 @@ def test_responses_with_their_images(
     *_, last = read_metrics(out)
     assert (last["generate/rows"], last["generate/responses"], last["generate/written"]) == (10, 40, len(rows))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["generate/written"] == len(rows)
+    page = (out / "report.html").read_text()
+    assert '"state":"finished"' in page
+    assert page.count('"set":"generated"') == 10
     # A model that has learnt nothing does not end its responses.
     assert sum(row["truncated"] for row in rows) > 30
     with pytest.raises(DataError, match=r"makes no row of 40 responses, of which 40 have a score, .* were cut at"):

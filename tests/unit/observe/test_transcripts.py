@@ -130,6 +130,12 @@ def test_an_evaluation_has_its_own_file_whatever_the_name_of_its_set(tmp_path: P
     assert "advantage" not in lines(file)[0]["responses"][0]  # type: ignore[index]
 
 
+def test_responses_that_nothing_scored_have_no_score(tmp_path: Path) -> None:
+    file = Transcripts(tmp_path, MediaRecorder()).write_evaluation(1, "generated", [group(0, ["4", "5"])], None)
+    responses = lines(file)[0]["responses"]
+    assert [(r["text"], r["score"], r["failure"]) for r in responses] == [("4", None, None), ("5", None, None)]  # type: ignore[index,attr-defined]
+
+
 def test_evaluation_sets_with_similar_names_do_not_share_a_file(tmp_path: Path) -> None:
     transcripts = Transcripts(tmp_path, MediaRecorder())
     names = ["a/b", "a_b", "a%2Fb", "a:b", "a@b", "a__b", "a_b_step_000020"]
