@@ -131,14 +131,15 @@ def _settings_of_tokens(config: DpoConfig, processor: Processor) -> list[Any]:
 
 
 def _identity(config: DpoConfig) -> str:
-    """Say which model the reference is, and in what numbers it computes."""
+    """Say which model the reference is, and in what numbers it computes. The same weights are the same model, wherever
+    they lie."""
     actor, bits = config.actor, ", 4 bits" if config.ds.load_in_4bit else ""
     adapter = "" if actor.adapter_name_or_path is None else f" with {actor.adapter_name_or_path}"
     try:
-        weights = f"weights {base_fingerprint(actor.model_name_or_path)[:12]}"
+        model = f"weights {base_fingerprint(actor.model_name_or_path)[:12]}"
     except ConfigError:  # a model without safetensors is known by its name only
-        weights = "unknown weights"
-    return f"{actor.model_name_or_path}{adapter} ({weights}, {config.ds.param_dtype}{bits})"
+        model = actor.model_name_or_path
+    return f"{model}{adapter} ({config.ds.param_dtype}{bits})"
 
 
 def _digest(value: Any) -> str:
