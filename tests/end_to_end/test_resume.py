@@ -149,6 +149,8 @@ def check_stop(run: subprocess.Popen[bytes], number: signal.Signals, mark: str, 
     assert (saved / "extra.json").exists()
     line = f"vlmrl rl: stopped by {number.name}: after step {done}; resume from {saved} with --ckpt.load_enable"
     assert log.read_text().splitlines()[-1] == line
+    end = json.loads((out / "facts.json").read_text())["end"]
+    assert (end["state"], end["reason"]) == ("stopped", line.removeprefix("vlmrl rl: "))
     assert "Traceback" not in log.read_text()
     assert not (out / "run.lock").exists()
 
