@@ -98,12 +98,13 @@ def train(name: str, folder: Path, start: Path, steps: int) -> None:
         return
     size, kind, keep = (2 * HELD_OUT, "&kind=unpaired", "labels") if name == "kto" else (HELD_OUT, "", "pairs")
     own: tuple[str, ...] = ("--dpo.nll_loss_coef", "1" if name == "mpo" else "0")
-    if name == "kto":
-        own = ("--data.output_key", "answer", "--dpo.kto_undesirable_weight", "1")
+    rows = str(rows_of(folder.parent, keep))
+    if name == "kto":  # the responses of held-out rows are in a column of another name
+        own, rows = ("--dpo.kto_undesirable_weight", "1"), f"{rows}:output_key=answer"
     overlay = () if name == "dpo" else ("--config", str(HERE / "dpo_counting_tiny" / f"{name}.yaml"))
     vlmrl(
         *("dpo", "--config", str(HERE / "dpo_counting_tiny.yaml"), *overlay),
-        *("--data.prompt_dataset", str(rows_of(folder.parent, keep)), "--dpo.beta", str(BETAS.get(name, 1.0)), *own),
+        *("--data.prompt_dataset", rows, "--dpo.beta", str(BETAS.get(name, 1.0)), *own),
         *("--actor.model_name_or_path", str(start), "--actor.adam.lr", "1e-4"),
         *("--train.max_steps", str(steps), "--ckpt.save_steps", "20"),
         *("--eval.dataset", f"visual_preferences?{QUESTIONS}&size={size}{kind}"),
