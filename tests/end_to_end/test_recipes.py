@@ -82,7 +82,8 @@ def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., st
 
 def shortened(config: VerbConfig) -> dict[str, Any]:
     """Settings of one step with few rows."""
-    short: dict[str, Any] = {"train.max_steps": 1, "eval.max_samples": 4, "eval.steps": -1}
+    keeps_best = getattr(config.ckpt, "best_metric_key", None) is not None
+    short: dict[str, Any] = {"train.max_steps": 1, "eval.max_samples": 4, "eval.steps": 1 if keeps_best else -1}
     if isinstance(config, RlConfig):
         n = config.rollout.n_samples_per_prompt
         num_prompts = max(2, 8 // n)
@@ -91,7 +92,9 @@ def shortened(config: VerbConfig) -> dict[str, Any]:
         if config.has_critic:
             short["critic.freezing_steps"] = -1
     elif config.verb == "generate":
-        short = {"data.max_samples": 8, "rollout.batch_size": 4}
+        # A model that has learnt nothing ends no response, and only `all` keeps those.
+        short = {"data.max_samples": 8, "rollout.batch_size": 4, "generate.keep": "all", "generate.min_score": "null"}
+        short |= {"rollout.best_of": "null", "rollout.n_samples_per_prompt": 8}
     else:
         short |= {"train.batch_size": 4}
     return {name: value for name, value in short.items() if name in type(config).settings()}
