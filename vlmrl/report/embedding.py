@@ -17,3 +17,8 @@ def embedded(value: Any) -> str:
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
     return _LONE_SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def embedded_size(value: Any) -> int:
+    """Return the bytes that a value takes in a page."""
+    return len(embedded(value).encode())

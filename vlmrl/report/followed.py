@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -28,6 +29,12 @@ class _Line(msgspec.Struct):
     left_out: bool = False
     responses: list[_Scored] = []
 
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards that are known."""
+        rewards = [r.score if r.reward is None else r.reward for r in self.responses]
+        return [reward for reward in rewards if reward is not None and math.isfinite(reward)]
+
 
 _DECODER = msgspec.json.Decoder(_Line, strict=False)
 
@@ -41,30 +48,29 @@ def followed_prompts(files: Sequence[TranscriptFile]) -> dict[str, list[Transcri
         return {}
     seen: dict[str, list[tuple[TranscriptFile, float]]] = {}
     for file in files:
-        for source, worth in _worths(file):
+        for source, worth in worths(file):
             seen.setdefault(source, []).append((file, worth))
     repeated = {source: places for source, places in seen.items() if len(places) > 1}
     most = sorted(repeated, key=lambda source: -_change([worth for _, worth in repeated[source]]))[:MAX_PROMPTS]
     return {source: _spread_out([file for file, _ in repeated[source]]) for source in most}
 
 
-def _worths(file: TranscriptFile) -> list[tuple[str, float]]:
-    """(source, mean reward) of the groups of a file."""
+def worths(file: TranscriptFile) -> list[tuple[str, float]]:
+    """(source, mean reward) of the groups of a file that have rewards, but for those that were left out."""
     try:
-        lines = file.path.read_bytes().splitlines()
+        with file.path.open("rb") as lines:
+            groups = [group for line in lines if (group := _group(line)) is not None]
     except OSError:  # a run that resumes replaces its transcripts
         return []
-    found = []
-    for line in lines:
-        try:
-            group = _DECODER.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):  # counted where the file is shown
-            continue
-        rewards = [r.score if r.reward is None else r.reward for r in group.responses]
-        known = [reward for reward in rewards if reward is not None]
-        if known and not group.left_out:
-            found.append((group.source, sum(known) / len(known)))
-    return found
+    return [(group.source, sum(group.rewards) / len(group.rewards)) for group in groups if group.rewards]
+
+
+def _group(line: bytes) -> _Line | None:
+    try:
+        group = _DECODER.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # counted where the file is shown
+        return None
+    return None if group.left_out else group
 
 
 def _change(worths: Sequence[float]) -> float:

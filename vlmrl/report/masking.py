@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vlmrl.system.environment_variables import secret_values
 
@@ -20,9 +21,44 @@ def mask_urls(text: str) -> str:
     return _PARAMETER.sub(rf"\1{MASK}", _USER.sub(f"{MASK}@", text))
 
 
-def mask_values(page: str, environment: Mapping[str, str]) -> str:
-    """Replace the values of environment variables that hold secrets, in a JSON text."""
-    for value in secret_values(environment):
-        for form in {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}:
-            page = page.replace(form, MASK)
-    return page
+class Mask:
+    """Replaces the values of environment variables that hold secrets, in text before it becomes part of the page.
+
+    Names and numbers stay: a secret that equals one would break the page, and does not show that it is a secret.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        values = secret_values(environment)
+        # Text may hold JSON, as settings and calls of tools do.
+        forms = [
+            form
+            for value in values
+            for form in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
+        ]
+        self._pattern = re.compile("|".join(map(re.escape, forms))) if forms else None
+
+    def text(self, text: str) -> str:
+        """Return the text without secrets."""
+        return text if self._pattern is None else self._pattern.sub(MASK, text)
+
+    def strings(self, value: Any) -> Any:
+        """Return JSON data whose strings hold no secrets, and no users and keys in URLs."""
+        if isinstance(value, str):
+            return mask_urls(self.text(value))
+        if isinstance(value, Mapping):
+            return {name: self.strings(item) for name, item in value.items()}
+        return [self.strings(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def tokens(self, tokens: Sequence[str]) -> list[str]:
+        """Return the tokens of a text without secrets, which may reach over several: the first one is replaced."""
+        masked = list(tokens)
+        if self._pattern is None:
+            return masked
+        for match in self._pattern.finditer("".join(tokens)):
+            start = 0
+            for number, token in enumerate(tokens):
+                end = start + len(token)
+                if start < match.end() and match.start() < end:
+                    masked[number] = MASK if start <= match.start() else ""
+                start = end
+        return masked

@@ -17,8 +17,8 @@ from markupsafe import Markup
 from vlmrl import __version__
 from vlmrl.observe.registry import describe, metrics
 from vlmrl.report.curves import curves
-from vlmrl.report.embedding import embedded
-from vlmrl.report.masking import mask_urls, mask_values
+from vlmrl.report.embedding import embedded, embedded_size
+from vlmrl.report.masking import Mask
 from vlmrl.report.overview import checks, headlines, phases, series
 from vlmrl.report.rollouts import shown_rollouts
 from vlmrl.report.run import Run, names_of, read_run
@@ -57,24 +57,16 @@ def write_report(paths: Sequence[Path], out: Path, *, max_mib: float, follow_s: 
 
 def report(paths: Sequence[Path], *, max_mib: float, follow_s: float | None = None) -> str:
     """Return the page of these runs; see `write_report`."""
-    runs = [read_run(path, name=name) for path, name in zip(paths, names_of(paths), strict=True)]
-    empty = _render("{}", title="")
-    room = int(max_mib * 2**20) - len(empty.encode())
-    return _render(_data(runs, max_bytes=room, follow_s=follow_s), title=", ".join(run.name for run in runs))
+    mask = Mask(os.environ)
+    runs = [read_run(path, name=mask.text(name)) for path, name in zip(paths, names_of(paths), strict=True)]
+    title = ", ".join(run.name for run in runs)
+    room = int(max_mib * 2**20) - len(_render("", title=title).encode())
+    return _render(_data(runs, mask, max_bytes=room, follow_s=follow_s), title=title)
 
 
-def _data(runs: Sequence[Run], *, max_bytes: int, follow_s: float | None) -> str:
+def _data(runs: Sequence[Run], mask: Mask, *, max_bytes: int, follow_s: float | None) -> str:
     """The page's data as JSON: all but the responses first, then as many responses as there is room for."""
-    described = [_described(run) for run in runs]
-    for max_points in _MAX_POINTS:
-        for record, run in zip(described, runs, strict=True):
-            record["curves"] = curves(run.records, max_points=max_points)
-        if len(embedded(described)) < _CURVES_SHARE * max_bytes:
-            break
-    rest = max_bytes - len(embedded(described).encode()) - 4096
-    for record, run in zip(described, runs, strict=True):
-        shown = shown_rollouts(run.folder.rollouts, max_bytes=rest // len(runs), max_side=_MAX_SIDE)
-        record |= {"groups": shown.groups, "images": shown.images, "changes": shown.changes, "notes": shown.notes}
+    described = [_described(run, mask) for run in runs]
     data = {
         "made": time.time(),
         "version": __version__,
@@ -82,7 +74,17 @@ def _data(runs: Sequence[Run], *, max_bytes: int, follow_s: float | None) -> str
         "metrics": _metrics(runs),
         "runs": described,
     }
-    return mask_values(embedded(data), os.environ)
+    for max_points in _MAX_POINTS:
+        for record, run in zip(described, runs, strict=True):
+            record |= {"curves": curves(run.records, max_points=max_points)}
+            record |= {"groups": [], "images": {}, "changes": {}, "notes": []}
+        if embedded_size(data) < _CURVES_SHARE * max_bytes:
+            break
+    room = (max_bytes - embedded_size(data)) // len(runs)
+    for record, run in zip(described, runs, strict=True):
+        shown = shown_rollouts(run.folder.rollouts, max_bytes=room, max_side=_MAX_SIDE, mask=mask, until=run.last_step)
+        record |= {"groups": shown.groups, "images": shown.images, "changes": shown.changes, "notes": shown.notes}
+    return embedded(data)
 
 
 def _metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
@@ -102,47 +104,44 @@ def _metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _described(run: Run) -> dict[str, Any]:
+def _described(run: Run, mask: Mask) -> dict[str, Any]:
     speed = series(run.records, "throughput/tokens_per_s")
     return {
         "name": run.name,
         "verb": run.verb,
         "step": run.step,
         "total_steps": run.facts.get("total_steps"),
-        "status": _status(run),
+        "status": _status(run, mask),
         "headlines": [headline._asdict() for headline in headlines(run)],
         "checks": [check._asdict() for check in checks(run)],
         "warnings": [symptom._asdict() for symptom in symptoms(run.records)],
         "phases": phases(run.records),
         "tokens_per_s": sum(value for _, value in speed) / len(speed) if speed else None,
         "settings": [
-            {"name": s.name, "value": mask_urls(s.value), "default": s.default, "changed": s.is_changed}
+            {
+                "name": s.name,
+                "value": mask.strings(s.value),
+                "default": mask.strings(s.default),
+                "changed": s.is_changed,
+            }
             for s in run.settings
         ],
         "parameters": run.parameters,
-        "facts": _masked(run.facts),
+        "facts": mask.strings(run.facts),
     }
 
 
-def _status(run: Run) -> dict[str, str]:
+def _status(run: Run, mask: Mask) -> dict[str, str]:
     """`state` is one of running, finished, stopped, failed."""
     end = run.facts.get("end")
     if run.is_running and not end:
         return {"state": "running", "text": "running"}
     if isinstance(end, Mapping) and end.get("state") in ("finished", "stopped", "failed"):
         reason = str(end.get("reason") or "")
-        return {"state": str(end["state"]), "text": str(end["state"]), "reason": mask_urls(reason)}
+        return {"state": str(end["state"]), "text": str(end["state"]), "reason": mask.strings(reason)}
     if any(model.exists() for model in (run.folder.model, run.folder.adapter)) or run.verb in ("eval", "generate"):
         return {"state": "finished", "text": "finished"}
     return {"state": "stopped", "text": "ended before its last step"}
-
-
-def _masked(value: Any) -> Any:
-    if isinstance(value, str):
-        return mask_urls(value)
-    if isinstance(value, Mapping):
-        return {str(name): _masked(item) for name, item in value.items()}
-    return [_masked(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _render(data: str, *, title: str) -> str:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vlmrl.report.curves import shortened
-from vlmrl.report.followed import followed_prompts
-from vlmrl.report.masking import mask_urls
+from vlmrl.report.embedding import embedded_size
+from vlmrl.report.followed import followed_prompts, worths
+from vlmrl.report.masking import Mask
 from vlmrl.report.pictures import Pictures
-from vlmrl.report.transcript_lines import (
-    TRAINING,
-    Group,
-    Message,
-    Response,
-    TranscriptFile,
-    read_lines,
-    transcript_files,
-)
+from vlmrl.report.shown_groups import ShownGroup, shown_group
+from vlmrl.report.transcript_lines import TRAINING, TranscriptFile, read_groups, transcript_files
 
 MAX_STEPS = 40
 """Training steps of which responses are shown."""
@@ -29,19 +21,18 @@ MAX_EVALUATIONS = 12
 """Evaluations of each set of which responses are shown."""
 PROMPTS_PER_STEP = 10
 PROMPTS_PER_EVALUATION = 24
-_MAX_CHARS = 12_000
-"""A longer text is shown without its middle."""
-_MAX_MESSAGES = 60
-"""A longer conversation is shown without its middle."""
-_MAX_RESPONSES = 32
-"""Responses of a group that are shown."""
+_IMAGES_SHARE = 1 / 16
+"""Largest part of a page that the images of one prompt and its responses may take."""
+
+_Orders = dict[TranscriptFile, list[ShownGroup]]
+"""The groups of each file that may be shown, the most telling first."""
 
 
 @dataclass(slots=True)
 class ShownRollouts:
     """The responses that a page shows of a run."""
 
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[Mapping[str, Any]] = field(default_factory=list)
     images: dict[str, str] = field(default_factory=dict)
     """Hash -> data URL."""
     notes: list[str] = field(default_factory=list)
@@ -49,43 +40,48 @@ class ShownRollouts:
     changes: dict[str, dict[str, int]] = field(default_factory=dict)
     """Evaluation set -> how many of all its prompts score higher and lower in the last evaluation than in the first."""
     num_bytes: int = 0
+    """Their size within the page."""
 
 
-def shown_rollouts(folder: Path, *, max_bytes: int, max_side: int) -> ShownRollouts:
+def shown_rollouts(
+    folder: Path, *, max_bytes: int, max_side: int, mask: Mask, until: int | None = None
+) -> ShownRollouts:
     """Choose responses from a run's `rollouts/`.
 
     Steps are the first, the last and some evenly between. Of an evaluation the same prompts are shown every time, those
     first whose reward changed; of a training step the best, the worst and the most mixed group come first. Every step
     gets its first prompt before any gets its second, so that a small page still covers the whole run.
+
+    Args:
+        until: the last step of the run. Files of later steps are of an earlier attempt, from whose past it resumed.
     """
-    shown = ShownRollouts()
     pictures = Pictures(folder / "media", max_side)
-    files = transcript_files(folder)
-    chosen = [file for name in dict.fromkeys(f.set for f in files) for file in _steps_of(files, name)]
-    read = {file: read_lines(file.path) for file in chosen}
-    unreadable = sum(lines.num_unreadable for lines in read.values())
-    if unreadable:
-        shown.notes.append(f"{unreadable} lines of the transcripts cannot be read")
-    _note_steps(shown, files, chosen)
-    groups = {file: lines.groups for file, lines in read.items()}
-    shown.changes = _changes(groups)
-    skipped = 0
-    orders = {file: order for name in {f.set for f in chosen} for file, order in _orders(groups, name)}
-    _follow(orders, groups, followed_prompts([file for file in files if file.set == TRAINING]))
-    for group in _in_turns(orders):
-        skipped += not _add(shown, *group, pictures, max_bytes=max_bytes)
+    files = [file for file in transcript_files(folder) if until is None or file.step <= until]
+    by_set = {name: [file for file in files if file.set == name] for name in sorted({file.set for file in files})}
+    chosen = {n: evenly(some, MAX_STEPS if n == TRAINING else MAX_EVALUATIONS) for n, some in by_set.items()}
+    choice = _Choice(mask, followed_prompts(by_set.get(TRAINING, [])))
+    shown = ShownRollouts(notes=list(_notes_on_steps(by_set, chosen)))
+    for name, some in chosen.items():
+        if name == TRAINING:
+            choice.read_training(some)
+        elif change := choice.read_evaluations(some):
+            shown.changes[name] = change
+    if choice.num_unreadable:
+        shown.notes.append(f"{choice.num_unreadable} lines of the transcripts cannot be read")
+    shown.num_bytes = embedded_size([shown.notes, shown.changes]) + 256  # and the notes below
+    skipped = num_blank = 0
+    for group in _in_turns(choice.orders):
+        left_out = _add(shown, group, pictures, max_bytes=max_bytes)
+        num_blank += left_out or 0
+        skipped += left_out is None
         if skipped > 100:  # full
             break
     shown.groups.sort(key=lambda group: (group["set"] != TRAINING, group["set"], group["step"], group["index"]))
-    total = sum(map(len, groups.values()))
-    if len(shown.groups) < total:
-        shown.notes.append(f"{len(shown.groups):,} of the {total:,} prompts of these steps are shown")
+    if len(shown.groups) < choice.num_groups:
+        shown.notes.append(f"{len(shown.groups):,} of the {choice.num_groups:,} prompts of these steps are shown")
+    if num_blank:
+        shown.notes.append(f"{num_blank:,} images of turns are not shown")
     return shown
-
-
-def _steps_of(files: Sequence[TranscriptFile], name: str) -> list[TranscriptFile]:
-    of_set = [file for file in files if file.set == name]
-    return evenly(of_set, MAX_STEPS if name == TRAINING else MAX_EVALUATIONS)
 
 
 def evenly(items: Sequence[Any], number: int) -> list[Any]:
@@ -95,174 +91,135 @@ def evenly(items: Sequence[Any], number: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
 
 
-def _changes(groups: Mapping[TranscriptFile, Sequence[Group]]) -> dict[str, dict[str, int]]:
-    changes = {}
-    for name in {file.set for file in groups} - {TRAINING}:
-        of_set = {file.step: {g.source: g.worth for g in some} for file, some in groups.items() if file.set == name}
-        first, last = min(of_set), max(of_set)
-        differences = [of_set[last][s] - worth for s, worth in of_set[first].items() if s in of_set[last]]
-        if first < last:
-            changes[name] = {
-                "first_step": first,
-                "last_step": last,
-                "total": len(differences),
-                "gained": sum(d > 0 for d in differences),
-                "lost": sum(d < 0 for d in differences),
-            }
-    return changes
-
-
-def _note_steps(shown: ShownRollouts, files: Sequence[TranscriptFile], chosen: Sequence[TranscriptFile]) -> None:
-    for name in dict.fromkeys(file.set for file in files):
-        num_files, num_chosen = (sum(file.set == name for file in some) for some in (files, chosen))
-        if num_chosen < num_files:
+def _notes_on_steps(
+    by_set: Mapping[str, Sequence[TranscriptFile]], chosen: Mapping[str, Sequence[TranscriptFile]]
+) -> Iterator[str]:
+    for name, files in by_set.items():
+        if len(chosen[name]) < len(files):
             what = "steps" if name == TRAINING else f"evaluations of {name}"
-            shown.notes.append(f"{num_chosen} of {num_files:,} {what} are shown, evenly spread")
+            yield f"{len(chosen[name])} of {len(files):,} {what} are shown, evenly spread"
 
 
-def _orders(
-    groups: Mapping[TranscriptFile, Sequence[Group]], name: str
-) -> Iterator[tuple[TranscriptFile, list[Group]]]:
-    """The groups of each file of a set, the most telling first."""
-    of_set = {file: file_groups for file, file_groups in groups.items() if file.set == name}
-    if name == TRAINING:
-        for file, file_groups in of_set.items():
-            yield file, _telling_first(file_groups)[:PROMPTS_PER_STEP]
-        return
-    first, *_, last = [*of_set.values(), *of_set.values()]
-    before, after = ({g.source: g.worth for g in some} for some in (first, last))
-    changes = {source: after[source] - before[source] for source in before if source in after}
-    changed = sorted((s for s in changes if changes[s]), key=lambda source: -changes[source])
-    # In turn those that gained most, any, and those that lost most: the first ones alone would flatter the run.
-    three = (changed, list(before)[: len(changed)], changed[::-1])
-    order = dict.fromkeys([*chain.from_iterable(zip(*three, strict=True)), *before])
-    rank = {source: number for number, source in enumerate(order)}
-    for file, file_groups in of_set.items():
-        yield file, sorted(file_groups, key=lambda g: rank.get(g.source, len(rank)))[:PROMPTS_PER_EVALUATION]
+class _Choice:
+    """Reads transcripts one after another, and keeps of each only the groups that may be shown."""
 
+    def __init__(self, mask: Mask, followed: Mapping[str, Sequence[TranscriptFile]]) -> None:
+        self._mask = mask
+        self._followed: dict[TranscriptFile, set[str]] = {}
+        for source, files in followed.items():
+            for file in files:
+                self._followed.setdefault(file, set()).add(source)
+        self.orders: _Orders = {}
+        self.num_groups = 0
+        """Groups of the chosen steps."""
+        self.num_unreadable = 0
+        """Lines that are no groups."""
 
-def _follow(
-    orders: dict[TranscriptFile, list[Group]],
-    read: Mapping[TranscriptFile, Sequence[Group]],
-    followed: Mapping[str, Sequence[TranscriptFile]],
-) -> None:
-    """Add prompts that come up at several steps, second in each step, also at steps that are not shown otherwise."""
-    sources: dict[TranscriptFile, list[str]] = {}
-    for source, files in followed.items():
+    def read_training(self, files: Iterable[TranscriptFile]) -> None:
+        """Read steps: the most telling groups, and prompts that come up at several steps second in each of them."""
         for file in files:
-            sources.setdefault(file, []).append(source)
-    for file, names in sources.items():
-        of_file = read[file] if file in read else read_lines(file.path).groups
-        found = [group for group in of_file if group.source in names and not group.left_out]
-        order = orders.get(file, [])
-        orders[file] = list({id(group): group for group in (*order[:1], *found, *order[1:])}.values())
+            groups = self._read(file)
+            self.num_groups += len(groups)
+            telling = _telling_first(groups)[:PROMPTS_PER_STEP]
+            order = [*telling[:1], *self._followed_of(file, groups), *telling[1:]]
+            self.orders[file] = list({id(group): group for group in order}.values())
+        # Prompts are also followed at steps that are not shown otherwise.
+        for file in self._followed:
+            if file not in self.orders:
+                self.orders[file] = self._followed_of(file, self._read(file))
+
+    def _followed_of(self, file: TranscriptFile, groups: Sequence[ShownGroup]) -> list[ShownGroup]:
+        sources = self._followed.get(file, set())
+        return [group for group in groups if group.source in sources and not group.left_out]
+
+    def read_evaluations(self, files: Sequence[TranscriptFile]) -> dict[str, int] | None:
+        """Read evaluations of a set, and return how its prompts changed from the first to the last."""
+        before, after = (dict(worths(file)) for file in (files[0], files[-1]))
+        changes = {source: after[source] - worth for source, worth in before.items() if source in after}
+        changed = sorted((s for s in changes if changes[s]), key=lambda source: -changes[source])
+        # In turn those that gained most, any, and those that lost most: the first ones alone would flatter the run.
+        three = (changed, list(before)[: len(changed)], changed[::-1])
+        order = dict.fromkeys([*chain.from_iterable(zip(*three, strict=True)), *before])
+        rank = {source: number for number, source in enumerate(order)}
+        for file in files:
+            groups = self._read(file)
+            self.num_groups += len(groups)
+            groups.sort(key=lambda group: rank.get(group.source, len(rank)))
+            self.orders[file] = groups[:PROMPTS_PER_EVALUATION]
+        if files[0].step == files[-1].step:
+            return None
+        return {
+            "first_step": files[0].step,
+            "last_step": files[-1].step,
+            "total": len(changes),
+            "gained": sum(change > 0 for change in changes.values()),
+            "lost": sum(change < 0 for change in changes.values()),
+        }
+
+    def _read(self, file: TranscriptFile) -> list[ShownGroup]:
+        groups = []
+        for group in read_groups(file.path):
+            if group is None:
+                self.num_unreadable += 1
+            else:
+                groups.append(shown_group(file, group, self._mask))
+        return groups
 
 
-def _telling_first(groups: Sequence[Group]) -> list[Group]:
+def _telling_first(groups: Sequence[ShownGroup]) -> list[ShownGroup]:
     """The best, the worst and the most mixed group, then the others in order; those that were left out come last."""
     trained = [group for group in groups if not group.left_out] or list(groups)
     if not trained:
         return []
     best, worst = max(trained, key=lambda g: g.worth), min(trained, key=lambda g: g.worth)
-    first = [best, worst, max(trained, key=_spread), *(g for g in trained if any(r.trace for r in g.responses))]
-    kept = {id(group): group for group in (*first, *trained, *groups)}
-    return list(kept.values())
+    first = [best, worst, max(trained, key=lambda g: g.spread), *(g for g in trained if g.has_trace)]
+    return list({id(group): group for group in (*first, *trained, *groups)}.values())
 
 
-def _spread(group: Group) -> float:
-    rewards = [r.worth for r in group.responses if r.worth is not None]
-    return max(rewards) - min(rewards) if rewards else 0.0
-
-
-def _in_turns(orders: Mapping[TranscriptFile, Sequence[Group]]) -> Iterator[tuple[TranscriptFile, Group]]:
+def _in_turns(orders: _Orders) -> Iterator[ShownGroup]:
     """The first group of every file, then the second of every file, and so on; from both ends of the run inwards."""
-    steps = {file.set: [f.step for f in orders if f.set == file.set] for file in orders}
-    files = sorted(orders, key=lambda file: _distance_from_end(steps[file.set], file.step))
+    steps: dict[str, list[int]] = {}
+    for file in orders:
+        steps.setdefault(file.set, []).append(file.step)
+    ends = {name: (min(some), max(some)) for name, some in steps.items()}
+    files = sorted(orders, key=lambda file: min(file.step - ends[file.set][0], ends[file.set][1] - file.step))
     for number in range(max(map(len, orders.values()), default=0)):
         for file in files:
             if number < len(orders[file]):
-                yield file, orders[file][number]
+                yield orders[file][number]
 
 
-def _distance_from_end(steps: Sequence[int], step: int) -> int:
-    return min(step - min(steps), max(steps) - step)
+def _add(shown: ShownRollouts, group: ShownGroup, pictures: Pictures, *, max_bytes: int) -> int | None:
+    """Add a group if it and the images of its prompt fit, and as many images of turns as fit.
 
-
-def _add(shown: ShownRollouts, file: TranscriptFile, group: Group, pictures: Pictures, *, max_bytes: int) -> bool:
-    """Add a group and its images if they fit."""
-    record = _group(file, group)
-    names = [*group.images, *(image for r in group.responses for m in r.messages for image in m.images)]
-    new = {name: pictures.url(name) for name in names if name not in shown.images}
-    size = len(json.dumps(record)) + sum(len(name) + len(url) + 8 for name, url in new.items())
-    if shown.num_bytes + size > max_bytes:
-        return False
-    shown.groups.append(record)
+    Returns:
+        The number of images of turns that are left out; None: the group does not fit.
+    """
+    room = max_bytes - shown.num_bytes
+    size = embedded_size(group.record) + 1
+    num_of_prompt = len(set(group.record["images"]))
+    num_blank, size_of_images = 0, 0
+    new: dict[str, str] = {}
+    for number, name in enumerate(group.images):
+        if size > room:
+            return None
+        if name in shown.images:
+            continue
+        # Images of one prompt must not crowd out other prompts, however many turns it has.
+        if number >= num_of_prompt and size_of_images > _IMAGES_SHARE * max_bytes:
+            num_blank += 1
+            continue
+        url = pictures.url(name)
+        cost = embedded_size({name: url})
+        if number >= num_of_prompt and size + cost > room:
+            num_blank += 1
+            continue
+        new[name] = url
+        size += cost
+        size_of_images += cost
+    if size > room:
+        return None
+    shown.groups.append(group.record)
     shown.images |= new
     shown.num_bytes += size
-    return True
-
-
-def _group(file: TranscriptFile, group: Group) -> dict[str, Any]:
-    return {
-        "set": file.set,
-        "step": file.step,
-        "index": group.index,
-        "source": mask_urls(group.source),
-        "prompt": _clipped(group.prompt),
-        "label": None if group.label is None else _clipped(group.label),
-        "images": group.images,
-        "metadata": {name: _clipped(_plain(value)) for name, value in group.metadata.items()},
-        **({"left_out": True} if group.left_out else {}),
-        "responses": [_response(response) for response in group.responses[:_MAX_RESPONSES]],
-        **({"more": len(group.responses) - _MAX_RESPONSES} if len(group.responses) > _MAX_RESPONSES else {}),
-    }
-
-
-def _response(response: Response) -> dict[str, Any]:
-    record = {
-        "text": _clipped(response.text),
-        "score": _short(response.score),
-        "reward": _short(response.reward),
-        "advantage": _short(response.advantage),
-        "teacher_gap": _short(response.teacher_gap),
-        "parts": {name: _short(value) for name, value in response.parts.items()},
-        "tokens": response.tokens,
-        "finish": response.finish_reason,
-        "failure": response.failure,
-        "problem": None if response.problem is None else mask_urls(_clipped(response.problem)),
-        "version": response.version,
-        "stop": response.stop,
-        "messages": [_message(message) for message in _without_middle(response.messages)],
-        "trace": response.trace,
-    }
-    return {name: value for name, value in record.items() if value not in (None, [], {})}
-
-
-def _message(message: Message) -> dict[str, Any]:
-    record = {"role": message.role, "text": _clipped(message.text), "images": message.images, "reward": message.reward}
-    return {name: value for name, value in record.items() if value not in (None, [])}
-
-
-def _without_middle(messages: Sequence[Message]) -> list[Message]:
-    left_out = len(messages) - _MAX_MESSAGES
-    if left_out <= 0:
-        return list(messages)
-    half = _MAX_MESSAGES // 2
-    return [*messages[:half], Message("", f"[{left_out} messages are not shown]"), *messages[-half:]]
-
-
-def _clipped(text: str) -> str:
-    """The text without the middle, if it is long."""
-    left_out = len(text) - _MAX_CHARS
-    if left_out <= 0:
-        return text
-    half = _MAX_CHARS // 2
-    return f"{text[:half]}\n[{left_out:,} characters are not shown]\n{text[-half:]}"
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else shortened(value)
+    return num_blank

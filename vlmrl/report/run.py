@@ -56,6 +56,12 @@ class Run:
         """The last step with metrics."""
         return max((record["step"] for record in self.records), default=0)
 
+    @property
+    def last_step(self) -> int | None:
+        """The last step that the run may have made: `logger.logging_steps` leaves out some. None: it has no metrics."""
+        interval = self.config.get("logger.logging_steps")
+        return self.step + (interval - 1 if isinstance(interval, int) else 0) if self.records else None
+
 
 def read_run(path: Path, *, name: str) -> Run:
     """Read a run's folder.

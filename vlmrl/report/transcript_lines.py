@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
 
-TRAINING = "training"
-"""Name of the set of training prompts."""
+TRAINING = ""
+"""Name of the set of training prompts, which no evaluation set can have."""
 _STEP = re.compile(r"step_(\d+)\.jsonl")
 _EVALUATION = re.compile(r"eval_(.+)_step_(\d+)\.jsonl")
 
@@ -47,7 +48,8 @@ class Response(msgspec.Struct):
     @property
     def worth(self) -> float | None:
         """Its reward after shaping, else its score."""
-        return self.score if self.reward is None else self.reward
+        worth = self.score if self.reward is None else self.reward
+        return worth if worth is not None and math.isfinite(worth) else None
 
 
 class Group(msgspec.Struct):
@@ -66,8 +68,18 @@ class Group(msgspec.Struct):
     @property
     def worth(self) -> float:
         """Mean reward of its responses; 0 without any."""
-        rewards = [r.worth for r in self.responses if r.worth is not None]
+        rewards = self._rewards
         return sum(rewards) / len(rewards) if rewards else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Difference between the largest and the smallest reward of its responses."""
+        rewards = self._rewards
+        return max(rewards) - min(rewards) if rewards else 0.0
+
+    @property
+    def _rewards(self) -> list[float]:
+        return [r.worth for r in self.responses if r.worth is not None]
 
 
 class TranscriptFile(NamedTuple):
@@ -76,15 +88,6 @@ class TranscriptFile(NamedTuple):
     set: str
     step: int
     path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """The groups of a transcript file."""
-
-    groups: Sequence[Group]
-    num_unreadable: int
-    """Lines that are no group: of a write that was cut off, or of another program."""
 
 
 _DECODER = msgspec.json.Decoder(Group, strict=False)
@@ -101,16 +104,26 @@ def transcript_files(folder: Path) -> list[TranscriptFile]:
     return sorted(files)
 
 
-def read_lines(path: Path) -> Lines:
-    """Read a transcript file. A file that is gone or cannot be read has no groups."""
+def read_groups(path: Path) -> Iterator[Group | None]:
+    """Read the groups of a transcript file, one at a time: a step may have hundreds of MiB.
+
+    None stands for a line that is no group: of a write that was cut off, or of another program. A file that is gone or
+    cannot be read has no groups.
+    """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as lines:
+            for line in lines:
+                yield _group(line)
     except OSError:  # a run that resumes replaces its transcripts
-        return Lines([], 0)
-    groups, unreadable = [], 0
-    for line in data.splitlines():
-        try:
-            groups.append(_DECODER.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError):  # a line of a write that was cut off
-            unreadable += 1
-    return Lines(groups, unreadable)
+        return
+
+
+def _group(line: bytes) -> Group | None:
+    try:
+        return _DECODER.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    try:  # a text with a lone surrogate, which only the reader of the standard library takes
+        return msgspec.convert(json.loads(line), Group, strict=False)
+    except (ValueError, RecursionError):
+        return None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vlmrl.report.masking import mask_urls, mask_values
+from vlmrl.report.masking import Mask, mask_urls
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,29 @@ def test_users_and_keys_in_urls_are_masked(text: str, masked: str) -> None:
     assert mask_urls(text) == masked
 
 
+ENVIRONMENT = {
+    "WANDB_API_KEY": 'abc"def/123',
+    "HF_TOKEN": "hf_ABCDEFGH",
+    "KEYBOARD": "us-layout-1",
+    "MY_KEY": "short",
+}
+
+
 def test_values_of_secret_variables_are_masked_wherever_they_are() -> None:
-    environment = {
-        "WANDB_API_KEY": 'abc"def/123',
-        "HF_TOKEN": "hf_ABCDEFGH",
-        "KEYBOARD": "us-layout-1",
-        "MY_KEY": "short",
-    }
-    page = json.dumps({"a": 'x abc"def/123 y', "b": "hf_ABCDEFGHIJ", "c": "us-layout-1 short"})
-    assert json.loads(mask_values(page, environment)) == {"a": "x ••• y", "b": "•••IJ", "c": "us-layout-1 short"}
+    mask = Mask(ENVIRONMENT)
+    assert mask.text('x abc"def/123 y hf_ABCDEFGHIJ us-layout-1 short') == "x ••• y •••IJ us-layout-1 short"
+    assert mask.text(json.dumps(['abc"def/123'])) == '["•••"]', "a setting is shown as JSON"
+    assert Mask({}).text("as it is") == "as it is"
+
+
+def test_names_and_numbers_stay() -> None:
+    mask = Mask({"DB_PASSWORD": "262144", "MY_TOKEN": "images"})
+    data = {"images": ["262144", 262144, {"b": "my images"}], "c": None}
+    assert mask.strings(data) == {"images": ["•••", 262144, {"b": "my •••"}], "c": None}
+
+
+def test_a_secret_of_several_tokens_is_masked() -> None:
+    # The secret reaches from the middle of the second token to the middle of the fourth.
+    tokens = ["is ", "hf", "_ABC", "DEFGH!", " so"]
+    assert Mask(ENVIRONMENT).tokens(tokens) == ["is ", "•••", "", "", " so"]
+    assert Mask(ENVIRONMENT).tokens(["none", "", "here"]) == ["none", "", "here"]

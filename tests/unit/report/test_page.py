@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ from made_runs import SETTINGS, group, make_run, write_lines
 
 from vlmrl.errors import ConfigError
 from vlmrl.report.page import report, write_report
+from vlmrl.report.transcript_lines import TRAINING
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>{{7*7}}{% for %}\u2028\x1b[31m<!--"
 
@@ -61,7 +63,7 @@ def test_the_page_holds_curves_responses_and_settings_of_the_run(tmp_path: Path)
         ("reward/mean", 0.25, 1.0),
     ]
     assert run["changes"] == {"toy": {"first_step": 0, "last_step": 4, "total": 2, "gained": 2, "lost": 0}}
-    assert {(g["set"], g["step"]) for g in run["groups"]} == {("training", s) for s in (1, 2, 3, 4)} | {
+    assert {(g["set"], g["step"]) for g in run["groups"]} == {(TRAINING, s) for s in (1, 2, 3, 4)} | {
         ("toy", 0),
         ("toy", 4),
     }
@@ -73,7 +75,7 @@ def test_the_page_holds_curves_responses_and_settings_of_the_run(tmp_path: Path)
 
 def test_hostile_text_is_data_only(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", text=HOSTILE.replace("{", "{{").replace("}", "}}"))
-    line = group(9, 0, responses=1, text="x")
+    line = group(4, 0, responses=1, text="x")
     line |= {
         "source": HOSTILE,
         "prompt": HOSTILE,
@@ -83,7 +85,7 @@ def test_hostile_text_is_data_only(tmp_path: Path) -> None:
     }
     line["responses"][0] |= {"parts": {HOSTILE: 1.0}, "problem": HOSTILE, "stop": HOSTILE, "text": HOSTILE}
     line["responses"][0]["messages"] = [{"role": HOSTILE, "text": HOSTILE, "images": [HOSTILE]}]
-    write_lines(folder / "rollouts" / "step_000009.jsonl", [line])
+    write_lines(folder / "rollouts" / "step_000004.jsonl", [line])
     (folder / "config.yaml").write_text(f"{SETTINGS}eval:\n  dataset: {json.dumps(HOSTILE)}\n")
     (folder / "facts.json").write_text(
         json.dumps({"placement": [[HOSTILE] * 3], "end": {"state": "failed", "reason": HOSTILE}})
@@ -92,7 +94,7 @@ def test_hostile_text_is_data_only(tmp_path: Path) -> None:
     assert hostile.tags == clean.tags
     assert hostile.attributes == clean.attributes
     (run,) = json.loads(hostile.scripts[0])["runs"]
-    shown = next(g for g in run["groups"] if g["step"] == 9)
+    shown = next(g for g in run["groups"] if g["step"] == 4)
     assert shown["responses"][0]["text"] == HOSTILE
     assert shown["source"] == HOSTILE
 
@@ -132,12 +134,63 @@ def test_secrets_of_urls_and_of_the_environment_are_not_in_the_page(
     assert "it is •••" in page
 
 
+SECRET = 'sk-a&b<c>\\"9'
+
+
+def test_a_secret_with_characters_of_markup_is_in_no_part_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    folder = make_run(tmp_path / f"run {SECRET}", steps=1)
+    line = group(1, 0, responses=1, text="x")
+    line |= dict.fromkeys(("source", "prompt", "label"), SECRET) | {"metadata": {"a": [SECRET], "b": SECRET}}
+    line["responses"][0] |= dict.fromkeys(("text", "problem", "stop"), SECRET)
+    line["responses"][0] |= {"messages": [{"role": "user", "text": SECRET}]}
+    line["responses"][0] |= {"trace": {"tokens": [*SECRET], "logprob": [-1.0] * len(SECRET)}}
+    write_lines(folder / "rollouts" / "step_000001.jsonl", [line])
+    (folder / "config.yaml").write_text(f"{SETTINGS}eval:\n  dataset: {json.dumps(SECRET)}\n")
+    end = {"state": "failed", "reason": SECRET}
+    (folder / "facts.json").write_text(json.dumps({"placement": [[SECRET] * 3], "versions": {"a": SECRET}, "end": end}))
+    page = report([folder], max_mib=15)
+    texts = [page, html.unescape(page), *_strings(data_of(page))]
+    assert not [text for text in texts if SECRET in text or "sk-a" in text]
+    assert "<title>run ••• · vlmrl</title>" in page
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in _strings(item)]
+    return [text for item in value for text in _strings(item)] if isinstance(value, list) else [str(value)]
+
+
+@pytest.mark.parametrize("secret", ["images", "response", "responses", "0.0001", "finished", "base64"])
+def test_a_secret_that_is_an_ordinary_word_leaves_the_page_whole(
+    secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run", images=1, metrics={"policy/lr": 0.0001})
+    (folder / "facts.json").write_text('{"end": {"state": "finished"}}')
+    (before,) = data_of(report([folder], max_mib=15))["runs"]
+    monkeypatch.setenv("POSTGRES_PASSWORD", secret)
+    (run,) = data_of(report([folder], max_mib=15))["runs"]
+    assert [run[name] for name in ("curves", "groups", "images", "status")] == [
+        before[name] for name in ("curves", "groups", "images", "status")
+    ]
+    changed = [s["name"] for s, t in zip(run["settings"], before["settings"], strict=True) if s != t]
+    assert changed == (["actor.adam.lr"] if secret == "0.0001" else [])
+
+
+def test_a_page_of_text_that_grows_when_embedded_stays_below_its_limit(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=20, prompts=8, responses=8, text="<é" * 2000 + "{}")
+    size = write_report([folder], tmp_path / "small.html", max_mib=1)
+    assert 0.8 * 2**20 < size <= 2**20
+
+
 def test_a_page_stays_below_its_limit(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=30, prompts=8, responses=16, images=8, text="word " * 400 + "{}")
     size = write_report([folder], tmp_path / "small.html", max_mib=1)
     assert 0.5 * 2**20 < size <= 2**20
     (run,) = data_of((tmp_path / "small.html").read_text())["runs"]
-    steps = {g["step"] for g in run["groups"] if g["set"] == "training"}
+    steps = {g["step"] for g in run["groups"] if g["set"] == TRAINING}
     assert {1, 30} <= steps, "both ends of the run come first"
     assert any("prompts" in note for note in run["notes"])
 

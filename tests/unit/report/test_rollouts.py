@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from made_runs import evaluated, group, make_run, write_lines
+from made_runs import evaluated, group, image_name, make_run, save_image, write_lines
 
+from vlmrl.report.embedding import embedded_size
 from vlmrl.report.followed import followed_prompts
+from vlmrl.report.masking import Mask
 from vlmrl.report.rollouts import MAX_STEPS, evenly, shown_rollouts
-from vlmrl.report.transcript_lines import TRAINING, transcript_files
+from vlmrl.report.transcript_lines import TRAINING, read_groups, transcript_files
 
 
 def test_steps_are_the_first_the_last_and_some_evenly_between() -> None:
@@ -22,7 +27,7 @@ def test_the_best_the_worst_and_the_most_mixed_group_come_first(tmp_path: Path) 
             response["reward"] = reward
     groups[3]["left_out"] = True
     write_lines(tmp_path / "step_000001.jsonl", groups)
-    shown = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64)
+    shown = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({}))
     assert [g["index"] for g in shown.groups] == [0, 1, 2, 4, 5, 6, 7, 8, 11, 13]
     assert shown.notes == ["10 of the 30 prompts of these steps are shown"]
 
@@ -33,7 +38,7 @@ def test_evaluations_show_the_same_prompts_gained_and_lost(tmp_path: Path) -> No
         scores = {40: float(step > 0), 41: float(step == 0)}
         lines = [evaluated(step, number, score=scores.get(number, 0.5), text="x") for number in range(50)]
         write_lines(tmp_path / f"eval_a%2Fb_step_{step:06d}.jsonl", lines)
-    shown = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64)
+    shown = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({}))
     assert shown.changes == {"a/b": {"first_step": 0, "last_step": 5, "total": 50, "gained": 1, "lost": 1}}
     before, after = ([g["index"] for g in shown.groups if g["step"] == step] for step in (0, 5))
     assert before == after
@@ -42,7 +47,7 @@ def test_evaluations_show_the_same_prompts_gained_and_lost(tmp_path: Path) -> No
 
 def test_a_long_run_shows_both_ends_and_says_what_is_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=200, prompts=1)
-    shown = shown_rollouts(folder / "rollouts", max_bytes=10**7, max_side=64)
+    shown = shown_rollouts(folder / "rollouts", max_bytes=10**7, max_side=64, mask=Mask({}))
     steps = {g["step"] for g in shown.groups if g["set"] == TRAINING}
     assert {1, 200} <= steps
     assert f"{MAX_STEPS} of 200 steps are shown, evenly spread" in shown.notes
@@ -52,7 +57,7 @@ def test_a_text_that_is_too_long_loses_its_middle(tmp_path: Path) -> None:
     line = group(1, 0, responses=1, text="x")
     line["responses"][0]["text"] = "a" * 10_000 + "b" * 10_000
     write_lines(tmp_path / "step_000001.jsonl", [line])
-    (shown,) = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64).groups
+    (shown,) = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({})).groups
     text = shown["responses"][0]["text"]
     assert text.startswith("aaa")
     assert text.endswith("bbb")
@@ -69,8 +74,74 @@ def test_prompts_that_come_up_again_are_followed(tmp_path: Path) -> None:
         write_lines(tmp_path / f"step_{step:06d}.jsonl", lines)
     followed = followed_prompts([file for file in transcript_files(tmp_path) if file.set == TRAINING])
     assert {source: [file.step for file in files] for source, files in followed.items()} == {"toy:5": [3, 90]}
-    shown = shown_rollouts(tmp_path, max_bytes=10**7, max_side=64)
+    shown = shown_rollouts(tmp_path, max_bytes=10**7, max_side=64, mask=Mask({}))
     assert [g["step"] for g in shown.groups if g["source"] == "toy:5"] == [3, 90]
+
+
+def test_an_evaluation_set_called_training_is_no_training(tmp_path: Path) -> None:
+    write_lines(tmp_path / "step_000001.jsonl", [group(1, 0, responses=1, text="x")])
+    write_lines(tmp_path / "eval_training_step_000001.jsonl", [evaluated(1, 0, score=1.0, text="x")])
+    shown = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({}))
+    assert [g["set"] for g in shown.groups] == [TRAINING, "training"]
+
+
+def test_steps_of_an_earlier_attempt_are_not_shown(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=4)
+    shown = shown_rollouts(folder / "rollouts", max_bytes=10**6, max_side=64, mask=Mask({}), until=3)
+    assert {(g["set"], g["step"]) for g in shown.groups} == {(TRAINING, 1), (TRAINING, 2), (TRAINING, 3), ("toy", 0)}
+    assert shown.changes == {}
+
+
+def talk(number: int, images: Sequence[str]) -> dict[str, Any]:
+    """A prompt with a conversation of a turn per image."""
+    line = group(1, number, responses=1, text="x")
+    line["responses"][0]["messages"] = [{"role": "user", "text": "<image>", "images": [name]} for name in images]
+    return line
+
+
+def test_images_of_messages_that_are_left_out_take_no_room(tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    for number in range(200):
+        save_image(tmp_path / "media" / f"{image_name(number)}.png", seed=number, side=16)
+    write_lines(tmp_path / "step_000001.jsonl", [talk(0, [image_name(number) for number in range(200)])])
+    shown = shown_rollouts(tmp_path, max_bytes=10**7, max_side=64, mask=Mask({}))
+    assert set(shown.images) == {image_name(n) for n in (*range(30), *range(170, 200))}
+
+
+def test_images_of_turns_do_not_crowd_out_prompts(tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    for number in range(40):
+        save_image(tmp_path / "media" / f"{image_name(number)}.png", seed=number)
+    lines = [talk(number, [image_name(n) for n in range(10 * number, 10 * number + 10)]) for number in range(4)]
+    write_lines(tmp_path / "step_000001.jsonl", lines)
+    max_bytes = 100_000  # an image is 10 kB and more
+    shown = shown_rollouts(tmp_path, max_bytes=max_bytes, max_side=64, mask=Mask({}))
+    assert len(shown.groups) == 4
+    assert shown.notes == [f"{40 - len(shown.images)} images of turns are not shown"]
+    used = embedded_size([shown.groups, shown.images, shown.notes, shown.changes])
+    assert used <= shown.num_bytes <= max_bytes
+
+
+def test_numbers_that_are_none_and_traces_of_another_form_are_left_out(tmp_path: Path) -> None:
+    line = group(1, 0, responses=3, text="x")
+    line["responses"][0] |= {"score": "nan", "reward": "inf", "advantage": None, "messages": [{"reward": "-inf"}]}
+    line["responses"][1]["trace"] = {"tokens": ["a", "b"], "logprob": [-1, None], "trainer": [1], "value": ["x", {}]}
+    line["responses"][2]["trace"] = {"tokens": "ab", "logprob": [-1, 2]}
+    write_lines(tmp_path / "step_000001.jsonl", [line])
+    (shown,) = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({})).groups
+    assert not {"score", "reward", "advantage"} & set(shown["responses"][0])
+    assert [r.get("trace") for r in shown["responses"]] == [None, {"tokens": ["a", "b"], "logprob": [-1, None]}, None]
+
+
+def test_lone_surrogates_are_read_and_odd_lines_are_not(tmp_path: Path) -> None:
+    good = group(1, 0, responses=1, text="x") | {"prompt": "a\ud800b"}
+    deep = '{"metadata": {"a": ' + "[" * 10**5 + "]" * 10**5 + "}}"
+    (tmp_path / "step_000001.jsonl").write_bytes(f"{json.dumps(good)}\n{deep}\n[]\n".encode() + b'{"prompt": "\xff"}\n')
+    first, *others = read_groups(tmp_path / "step_000001.jsonl")
+    assert first is not None
+    assert first.prompt == "a\ud800b"
+    assert others == [None, None, None]
+    assert followed_prompts([*transcript_files(tmp_path)] * 2) == {}
 
 
 @pytest.mark.parametrize("name", ["../secret", "a/b", "", "x" * 300])
@@ -78,4 +149,4 @@ def test_an_image_is_a_name_in_the_folder_and_not_a_path(name: str, tmp_path: Pa
     folder = make_run(tmp_path / "run", steps=1, images=1)
     (folder / "rollouts" / "secret.png").write_bytes((folder / "rollouts" / "media" / f"{0:032x}.png").read_bytes())
     write_lines(folder / "rollouts" / "step_000001.jsonl", [group(1, 0, responses=1, text="x", images=[name])])
-    assert shown_rollouts(folder / "rollouts", max_bytes=10**6, max_side=64).images[name] == ""
+    assert shown_rollouts(folder / "rollouts", max_bytes=10**6, max_side=64, mask=Mask({})).images[name] == ""

@@ -83,7 +83,7 @@ function examplesCard(run) {
 
 function examplePairs(run) {
   const byPrompt = new Map();
-  for (const group of run.groups.filter((g) => g.set !== "training" && g.responses.length)) {
+  for (const group of run.groups.filter((g) => g.set !== TRAINING && g.responses.length)) {
     const key = `${group.set} ${group.source}`;
     byPrompt.set(key, [...(byPrompt.get(key) || []), group]);
   }

@@ -1,11 +1,12 @@
 // Browse prompts and responses.
 
 const PAGE = 8;
+const TRAINING = "";  // the set of training prompts; sets of evaluations have names
 let view = null;
 
 function freshView(run) {
   const sets = [...new Set(run.groups.map((group) => group.set))];
-  const set = sets.includes("training") ? "training" : sets[0];
+  const set = sets.includes(TRAINING) ? TRAINING : sets[0];
   const steps = stepsOf(run, set);
   return { run: run.name, set, step: steps.length ? steps[steps.length - 1] : null, source: null, text: "", low: "", high: "", short: "", long: "", flag: "", order: "given", shade: "none", count: PAGE };
 }
@@ -15,7 +16,10 @@ function stepsOf(run, set) {
 }
 
 function rolloutsTab(run) {
-  if (!run.groups.length) return [card("Rollouts", el("p", { class: "empty" }, run.verb === "rl" ? "No responses are written yet." : "This run samples no responses, or does not write them."))];
+  if (!run.groups.length) {
+    const reason = run.notes.length ? `${run.notes.join(". ")}: a page of more MiB (report.max_mib) has room for them.` : run.verb === "rl" ? "No responses are written yet." : "This run samples no responses, or does not write them.";
+    return [card("Rollouts", el("p", { class: "empty" }, reason))];
+  }
   if (!view || view.run !== run.name) view = freshView(run);
   const body = el("div"), controls = el("div");
   const draw = () => {
@@ -53,7 +57,7 @@ function rolloutControls(run, draw) {
     view.source = null;
     const of = stepsOf(run, view.set);
     set("step", of[of.length - 1]);
-  } }, sets.map((name) => el("option", { value: name, selected: view.set === name }, name === "training" ? "training" : `evaluation: ${name}`)));
+  } }, sets.map((name) => el("option", { value: name, selected: view.set === name }, name === TRAINING ? "training" : `evaluation: ${name}`)));
   const traced = run.groups.some((g) => g.responses.some((r) => r.trace));
   return [
     el("div", { class: "controls card" },
