@@ -6,7 +6,7 @@ import base64
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,14 @@ def _status(run: Run, mask: Mask) -> dict[str, str]:
     end = run.facts.get("end")
     if run.is_running and not end:
         return {"state": "running", "text": "running"}
-    if isinstance(end, Mapping) and end.get("state") in ("finished", "stopped", "failed"):
+    if end and end.get("state") in ("finished", "stopped", "failed"):
         reason = str(end.get("reason") or "")
         return {"state": str(end["state"]), "text": str(end["state"]), "reason": mask.strings(reason)}
-    if any(model.exists() for model in (run.folder.model, run.folder.adapter)) or run.verb in ("eval", "generate"):
+    # A run of a version without facts. Where facts lack an end, a model may be of an earlier run of fewer steps.
+    has_result = any(model.exists() for model in (run.folder.model, run.folder.adapter))
+    if not run.facts and (has_result or run.verb in ("eval", "generate")):
         return {"state": "finished", "text": "finished"}
-    return {"state": "stopped", "text": "ended before its last step"}
+    return {"state": "stopped", "text": "ended before it was finished"}
 
 
 def _render(data: str, *, title: str) -> str:

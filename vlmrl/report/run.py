@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vlmrl.config.names import settings as fields_of
 from vlmrl.config.verb_list import VERBS
 from vlmrl.errors import ConfigError
 from vlmrl.observe.lock import is_held
 from vlmrl.observe.run_folder import RunFolder
-from vlmrl.observe.sinks import read_metrics
+from vlmrl.report.run_files import read_facts, read_parameters, read_records, read_settings, read_text
 
 _VERB = re.compile(r"# Written by vlmrl: vlmrl ([\w -]+?) --config")
 
@@ -74,21 +72,19 @@ def read_run(path: Path, *, name: str) -> Run:
         raise ConfigError(f"{path} is no folder: give the output folder of a run (ckpt.output_dir)")
     if not (folder.config.is_file() or folder.metrics.is_file()):
         raise ConfigError(f"{path} holds no run, neither {folder.config.name} nor {folder.metrics.name}")
-    text = folder.config.read_text(encoding="utf-8", errors="replace") if folder.config.is_file() else ""
+    text = read_text(folder.config)
     match = _VERB.match(text)
     verb = match[1] if match else ""
-    config = _flat(_yaml(text))
+    config = _flat(read_settings(text))
     return Run(
         folder=folder,
         name=name,
         verb=verb,
         config=config,
         settings=_settings(config, verb),
-        records=sorted(
-            read_metrics(folder.metrics) if folder.metrics.is_file() else [], key=lambda record: record["step"]
-        ),
-        parameters=_parameters(folder.parameters),
-        facts=_facts(folder.facts),
+        records=read_records(folder.metrics),
+        parameters=read_parameters(folder.parameters),
+        facts=read_facts(folder.facts),
         is_running=is_held(folder.root),
     )
 
@@ -103,15 +99,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return [f"{'/'.join(p[-1:])} ({number})" for number, p in enumerate(parts, start=1)]
 
 
-def _yaml(text: str) -> Mapping[str, Any]:
-    try:
-        loaded = yaml.safe_load(text)
-    except yaml.YAMLError:  # a file that was edited by hand; the report does without settings
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(section: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in section.items():
         # A mapping is a section, or the value of a setting: `reward.functions: {exact: 0.0}`.
@@ -150,20 +138,3 @@ def _plain(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _parameters(file: Path) -> list[tuple[str, int, int]]:
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines()[1:] if file.is_file() else ():
-        part, *numbers = line.split("\t")
-        if len(numbers) == 2 and all(number.isdigit() for number in numbers):
-            rows.append((part, int(numbers[0]), int(numbers[1])))
-    return rows
-
-
-def _facts(file: Path) -> Mapping[str, Any]:
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a run of an older version, or one that was killed before it began
-        return {}
-    return facts if isinstance(facts, dict) else {}

@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -83,14 +84,18 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "vlmrl"
     sys_version = ""
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a reader who closes the page while it is sent
+            super().handle()
+
     def do_GET(self) -> None:
         if not secrets.compare_digest(self.path.encode(), self.server.path.encode()):
             self.send_error(404)
             return
         try:
             page = self.server.page.get()
-        except (ConfigError, OSError) as error:  # the folder was moved or deleted
-            self.send_error(503, explain=str(error))
+        except Exception as error:  # the folder was moved or deleted, or holds what no run writes
+            self.send_error(503, explain=f"{type(error).__name__}: {error}")
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")

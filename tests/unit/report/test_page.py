@@ -221,6 +221,28 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     assert run["parameters"] == [["language", 1, 2]]
 
 
+@pytest.mark.parametrize(
+    ("facts", "has_model", "state"),
+    [
+        (None, True, "finished"),  # of a version without facts
+        (None, False, "stopped"),
+        ({"total_steps": 4}, False, "stopped"),  # killed
+        ({"total_steps": 500}, True, "stopped"),  # killed; the model is of a run of fewer steps
+        ({"total_steps": 4, "end": {"state": "finished"}}, True, "finished"),
+    ],
+)
+def test_a_run_is_finished_only_if_it_says_so(
+    facts: dict[str, Any] | None, has_model: bool, state: str, tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path / "run")
+    if facts is not None:
+        (folder / "facts.json").write_text(json.dumps(facts))
+    if has_model:
+        (folder / "model").mkdir()
+    (run,) = data_of(report([folder], max_mib=15))["runs"]
+    assert run["status"]["state"] == state
+
+
 def test_a_write_that_fails_leaves_the_older_page(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     out = tmp_path / "out.html"

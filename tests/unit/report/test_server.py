@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import socket
+import struct
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -37,6 +40,35 @@ def test_without_the_secret_nothing_is_served(server: Server) -> None:
     for path in ("/", "/report.html", "/x" * 8, server.path[:-2]):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(root + path, timeout=60)
+
+
+def test_a_reader_who_goes_away_leaves_no_traceback(
+    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "word " * 2000 + "{}"
+    make_run(tmp_path / "large" / "run", steps=40, prompts=8, responses=8, text=text)  # more than a socket holds
+    (tmp_path / "run").rename(tmp_path / "old")
+    (tmp_path / "large" / "run").rename(tmp_path / "run")
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.server_port)) as reader:
+            reader.sendall(f"GET {server.path} HTTP/1.0\r\n\r\n".encode())
+            reader.recv(100)
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes with a reset
+    get(server.url)
+    time.sleep(0.2)  # the threads of the others
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_while_the_page_is_made_is_an_error_of_the_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> bytes:
+        raise TypeError("odd")
+
+    monkeypatch.setattr(server.page, "get", fail)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        get(server.url)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_folder_that_is_gone_is_an_error_of_the_answer(server: Server, tmp_path: Path) -> None:
