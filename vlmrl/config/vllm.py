@@ -1,5 +1,6 @@
 """The rollout engines."""
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -57,6 +58,17 @@ class Vllm(Section):
     warns."""
     enable_sleep: bool = False
     """Free the engine's GPU memory while other models work; needs `train.colocate_all` and CUDA."""
+
+    def logprob_diff_limit(self, *, param_dtype: str, load_in_4bit: bool) -> float:
+        """Return the bound on the mean difference between log-probs of engine and trainer over the sampled tokens.
+
+        Infinity if the settings make them compute differently, and set no bound.
+        """
+        if self.max_logprob_diff is not None:
+            return self.max_logprob_diff
+        if load_in_4bit and self.qlora_base == "original":
+            return math.inf
+        return 1e-3 if param_dtype == "fp32" else 0.1
 
     @property
     def bucket_bytes(self) -> int:

@@ -98,7 +98,7 @@ def num_steps(records: Records) -> int:
 
 
 def hours(records: Records) -> float:
-    """Return the time of all steps and evaluations, in hours."""
+    """Return the time of all logged steps and evaluations, in hours."""
     return sum(float(record["time/step_s"]) for record in records if _is_number(record.get("time/step_s"))) / 3600
 
 

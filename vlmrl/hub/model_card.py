@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from vlmrl.data.rows import FILE_SUFFIXES
 from vlmrl.hub import figures
 from vlmrl.hub.base_model import CARD, TAG, BaseModel, is_hub_id, read_base
 from vlmrl.hub.privacy import public_value, without_secrets
+from vlmrl.observe.metrics import logged_steps
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.sinks import read_metrics
 from vlmrl.plugins import plugin, plugin_names
@@ -140,6 +142,8 @@ def _metadata(config: TrainedBy, run: RunFolder, part: _Part, base: BaseModel, r
 
 def _introduction(config: TrainedBy, run: RunFolder, part: _Part, base: BaseModel, records: figures.Records) -> str:
     steps, hours = part.step or figures.num_steps(records), figures.hours(records)
+    num_logged, num_steps = logged_steps(records)
+    timed = "The run" if num_logged == num_steps else f"The {num_logged:,} logged steps of {num_steps:,}"
     origin = _code(base.name)
     if base.hub_id is not None and base.hub_id != base.name:
         origin += f", which was trained from {_code(base.hub_id)}"
@@ -147,7 +151,7 @@ def _introduction(config: TrainedBy, run: RunFolder, part: _Part, base: BaseMode
         f"# {_plain(run.root.name)}",
         "",
         f"{part.title} of a run of `vlmrl {config.verb}` ({_method(config)}), after {steps:,} steps, from {origin}.",
-        f"The run took {hours:.2g} hours." if hours >= 0.05 else f"The run took {hours * 60:.2g} minutes.",
+        f"{timed} took {hours:.2g} hours." if hours >= 0.05 else f"{timed} took {hours * 60:.2g} minutes.",
         "",
         licence_line(base.license) or LICENCE_UNKNOWN,
     ]
@@ -222,8 +226,8 @@ def _verification(config: TrainedBy, records: figures.Records) -> str:
     rows = figures.checks(records)
     samples = any(row.metric.startswith("sync/") for row in rows)
     text = (
-        "The run compares its rollout engines with the trainer, and stops at a difference beyond rounding. The worst "
-        "figures over all of its steps:"
+        f"The run compares its rollout engines with the trainer{_limit(config)}. The worst figures over all of its "
+        "logged steps:"
         if samples
         else "The run has sampled no responses in training, so there was no rollout engine to compare with the trainer."
     )
@@ -232,6 +236,13 @@ def _verification(config: TrainedBy, records: figures.Records) -> str:
         lines += ["", "| check | worst | metric |", "|---|---|---|"]
         lines += [f"| {row.statement} | {figures.show(row.metric, row.figure)} | {_code(row.metric)} |" for row in rows]
     return "\n".join(lines)
+
+
+def _limit(config: TrainedBy) -> str:
+    if not isinstance(config, RlConfig):
+        return ""
+    limit = config.vllm.logprob_diff_limit(param_dtype=config.ds.param_dtype, load_in_4bit=config.ds.load_in_4bit)
+    return "" if limit == math.inf else f", and stops where their log-probs differ by more than {limit:g} on average"
 
 
 def _data(config: TrainedBy) -> str:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vlmrl.types import Metrics
 
@@ -129,6 +130,12 @@ def accuracies(names: Iterable[str]) -> dict[str, str]:
     Example: eval/toy/accuracy is {"toy": "eval/toy/accuracy"}.
     """
     return {match[1]: name for name in sorted(names) if (match := _ACCURACY.fullmatch(name))}
+
+
+def logged_steps(records: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """Return the number of steps that have a record, and of all steps: `logger.logging_steps` leaves out some."""
+    steps = {record["step"] for record in records if record["step"] > 0}
+    return len(steps), max(steps, default=0)
 
 
 def _checked(name: str, metric: Metric) -> Metric:

@@ -1,4 +1,4 @@
-"""What a reader should see first: where a run stands, whether it learnt, whether its checks hold, what is wrong."""
+"""What a reader should see first: where a run stands, whether it learnt, and where its time went."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _RECENT = 10
 
 
 class Headline(NamedTuple):
-    """A figure before and now."""
+    """A figure before and now, or now alone."""
 
     title: str
     metric: str
-    before: float
+    before: float | None
+    """None: it was measured once."""
     now: float
     before_label: str
     now_label: str
@@ -28,16 +29,16 @@ class Headline(NamedTuple):
     is_held_out: bool
 
 
-class Check(NamedTuple):
-    """A plain statement on a check of the run, with its worst figure."""
-
-    state: Literal["ok", "bad", "unknown"]
-    text: str
-    figure: str = ""
-
-
 def headlines(run: Run) -> list[Headline]:
-    """The figures that say whether the run learns, the most important first."""
+    """The figures that say whether the run learns, the most important first.
+
+    A run that does not train has them once, and without a step.
+    """
+    found = _headlines(run)
+    return found if run.trains else [headline._replace(now_label="") for headline in found]
+
+
+def _headlines(run: Run) -> list[Headline]:
     names = {name for record in run.records for name in record}
     found: list[Headline] = []
     for name, parts in evaluated_sets(names).items():
@@ -73,9 +74,16 @@ def _evaluated(records: Records, metric: str, title: str, better: Literal["highe
     if not points:
         return []
     (first_step, first), (last_step, last) = points[0], points[-1]
-    labels = [f"after step {first_step}" if first_step else "before training", f"after step {last_step}"]
+    if first_step == last_step:
+        labels, before = ("", _after(last_step)), None
+    else:
+        labels, before = (_after(first_step), _after(last_step)), first
     is_fraction = better == "higher"
-    return [Headline(title, metric, first, last, labels[0], labels[1], better, is_fraction, is_held_out=True)]
+    return [Headline(title, metric, before, last, *labels, better, is_fraction, is_held_out=True)]
+
+
+def _after(step: int) -> str:
+    return f"after step {step}" if step else "before training"
 
 
 def _trained(records: Records, metric: str, title: str, better: Literal["higher", "lower"]) -> list[Headline]:
@@ -87,11 +95,9 @@ def _trained(records: Records, metric: str, title: str, better: Literal["higher"
     first, last = points[:width], points[-width:]
     values = [value for _, value in points]
     is_fraction = metric == "reward/mean" and all(0.0 <= value <= 1.0 for value in values)
-    return [
-        Headline(
-            title, metric, _mean(first), _mean(last), _span(first), _span(last), better, is_fraction, is_held_out=False
-        )
-    ]
+    before, before_label = (_mean(first), _span(first)) if len(points) > 1 else (None, "")
+    now, now_label = _mean(last), _span(last)
+    return [Headline(title, metric, before, now, before_label, now_label, better, is_fraction, is_held_out=False)]
 
 
 def _mean(points: Sequence[tuple[int, float]]) -> float:
@@ -110,81 +116,8 @@ def series(records: Records, name: str) -> list[tuple[int, float]]:
     ]
 
 
-def checks(run: Run) -> list[Check]:
-    """Statements on what the run verified: engine = trainer, images, adapters, weight syncs."""
-    found = [*_agreement(run.records), *_images(run.records), *_adapters(run.records), *_syncs(run.records)]
-    if run.verb == "rl" and not found:
-        found.append(Check("unknown", "No check has run yet: the first step is not finished."))
-    return found
-
-
-def _agreement(records: Records) -> list[Check]:
-    points = series(records, "sync/logprob_diff_max")
-    if not points:
-        return []
-    step, worst = max(points, key=lambda point: point[1])
-    means = [value for _, value in series(records, "sync/logprob_diff_mean")]
-    mean = f", on average {_number(max(means))} at most" if means else ""
-    text = f"Engine and trainer compute the same log-probs, compared on the sampled tokens of {len(points):,} steps."
-    found = [Check("ok", text, f"largest difference {_number(worst)} (step {step}){mean}")]
-    ratios = _worst_noise(records)
-    if ratios is not None and ratios > 5:
-        found.append(Check("bad", "Engine and trainer differ by more than rounding.", f"{ratios:.1f} times the noise"))
-    return found
-
-
-def _worst_noise(records: Records) -> float | None:
-    """The largest gap as a multiple of the noise that was measured last before it."""
-    worst, level = None, None
-    for record in records:
-        level = record.get("verify/noise/level") or level
-        gap = record.get("verify/noise/gap")
-        if level and gap is not None:
-            worst = max(worst or 0.0, gap / level)
-    return worst
-
-
-def _images(records: Records) -> list[Check]:
-    effects = {
-        name: points[0][1]
-        for name in sorted({name for record in records for name in record})
-        if name.startswith("verify/images/") and name.endswith("_effect") and (points := series(records, name))
-    }
-    if not effects:
-        return []
-    name, least = min(effects.items(), key=lambda item: item[1])
-    path = name.removeprefix("verify/images/").removesuffix("_effect").replace("_", " ")
-    figure = f"other images change outputs by {_number(least)} at least ({path}), of {len(effects)} paths"
-    return [Check("ok", "All models see the images: other images give other outputs.", figure)]
-
-
-def _adapters(records: Records) -> list[Check]:
-    gaps = series(records, "verify/adapters/gap")
-    if not gaps:
-        return []
-    step, worst = max(gaps, key=lambda point: point[1])
-    effects = series(records, "verify/adapters/effect")
-    effect = f", effect of the adapter {_number(effects[-1][1])}" if effects else ""
-    text = f"The engines use the trained adapter, checked after {len(gaps):,} syncs."
-    return [Check("ok", text, f"largest gap {_number(worst)} (step {step}){effect}")]
-
-
-def _syncs(records: Records) -> list[Check]:
-    layers = series(records, "sync/readback_layers")
-    if not layers:
-        return []
-    unread = max((value for _, value in series(records, "sync/readback_unread")), default=0.0)
-    figure = f"{int(sum(value for _, value in layers)):,} layers read back, {int(unread)} could not be"
-    text = f"The engines hold the weights that were sent, read back after {len(layers):,} syncs."
-    found = [Check("ok", text, figure)]
-    restarts = series(records, "cluster/engine_restarts")
-    if restarts and restarts[-1][1]:
-        found.append(Check("bad", "Engines died and were started again.", f"{int(restarts[-1][1])} times"))
-    return found
-
-
 def phases(records: Records) -> list[tuple[str, float]]:
-    """Seconds of each phase over the whole run, the longest first; `other` is the rest of the steps."""
+    """Seconds of each phase over all logged steps, the longest first; `other` is the rest of the steps."""
     sums: dict[str, float] = {}
     total = 0.0
     for record in records:
@@ -197,5 +130,7 @@ def phases(records: Records) -> list[tuple[str, float]]:
     return sorted(((name, seconds) for name, seconds in rows if seconds > 0.0), key=lambda row: -row[1])
 
 
-def _number(value: float) -> str:
-    return f"{value:.2g}"
+def tokens_per_s(records: Records) -> float | None:
+    """Tokens of all samples per second of the steps; None for a run that does not count them."""
+    known = [(r["batch/tokens"], r["time/step_s"]) for r in records if r.get("batch/tokens") and r.get("time/step_s")]
+    return sum(tokens for tokens, _ in known) / sum(seconds for _, seconds in known) if known else None

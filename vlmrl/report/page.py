@@ -15,11 +15,13 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from vlmrl import __version__
+from vlmrl.observe.metrics import logged_steps
 from vlmrl.observe.registry import describe, metrics
+from vlmrl.report.checks import checks
 from vlmrl.report.curves import curves
 from vlmrl.report.embedding import embedded, embedded_size
 from vlmrl.report.masking import Mask
-from vlmrl.report.overview import checks, headlines, phases, series
+from vlmrl.report.overview import headlines, phases, tokens_per_s
 from vlmrl.report.rollouts import shown_rollouts
 from vlmrl.report.run import Run, names_of, read_run
 from vlmrl.report.symptoms import symptoms
@@ -105,7 +107,7 @@ def _metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def _described(run: Run, mask: Mask) -> dict[str, Any]:
-    speed = series(run.records, "throughput/tokens_per_s")
+    num_logged, num_steps = logged_steps(run.records)
     return {
         "name": run.name,
         "verb": run.verb,
@@ -116,7 +118,9 @@ def _described(run: Run, mask: Mask) -> dict[str, Any]:
         "checks": [check._asdict() for check in checks(run)],
         "warnings": [symptom._asdict() for symptom in symptoms(run.records)],
         "phases": phases(run.records),
-        "tokens_per_s": sum(value for _, value in speed) / len(speed) if speed else None,
+        "logged_steps": num_logged,
+        "steps": num_steps,
+        "tokens_per_s": tokens_per_s(run.records),
         "settings": [
             {
                 "name": s.name,
@@ -141,7 +145,7 @@ def _status(run: Run, mask: Mask) -> dict[str, str]:
         return {"state": str(end["state"]), "text": str(end["state"]), "reason": mask.strings(reason)}
     # A run of a version without facts. Where facts lack an end, a model may be of an earlier run of fewer steps.
     has_result = any(model.exists() for model in (run.folder.model, run.folder.adapter))
-    if not run.facts and (has_result or run.verb in ("eval", "generate")):
+    if not run.facts and (has_result or not run.trains):
         return {"state": "finished", "text": "finished"}
     return {"state": "stopped", "text": "ended before it was finished"}
 

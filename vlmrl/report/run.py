@@ -11,6 +11,7 @@ from typing import Any
 
 from vlmrl.config.names import settings as fields_of
 from vlmrl.config.verb_list import VERBS
+from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError
 from vlmrl.observe.lock import is_held
 from vlmrl.observe.run_folder import RunFolder
@@ -59,6 +60,22 @@ class Run:
         """The last step that the run may have made: `logger.logging_steps` leaves out some. None: it has no metrics."""
         interval = self.config.get("logger.logging_steps")
         return self.step + (interval - 1 if isinstance(interval, int) else 0) if self.records else None
+
+    @property
+    def trains(self) -> bool:
+        """Whether its figures are of several steps of training."""
+        return self.verb not in ("eval", "generate")
+
+    @property
+    def logprob_diff_limit(self) -> float:
+        """Bound on the mean difference between log-probs of engine and trainer; infinity: there is none."""
+        given = {name: self.config.get(f"vllm.{name}") for name in ("max_logprob_diff", "qlora_base")}
+        try:
+            vllm = Vllm.model_validate({name: value for name, value in given.items() if value is not None})
+        except ValueError:  # settings that were edited by hand
+            vllm = Vllm()
+        dtype, is_in_4bit = self.config.get("ds.param_dtype"), self.config.get("ds.load_in_4bit")
+        return vllm.logprob_diff_limit(param_dtype=str(dtype), load_in_4bit=is_in_4bit is True)
 
 
 def read_run(path: Path, *, name: str) -> Run:

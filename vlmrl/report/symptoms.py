@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from vlmrl.observe.metrics import logged_steps
 from vlmrl.observe.registry import describe
 from vlmrl.report.overview import series
 
@@ -74,8 +75,10 @@ def _failed(records: Records) -> Symptom | None:
     total = sum(value for _, value in series(records, "reward/failed"))
     if not total:
         return None
+    num_logged, num_steps = logged_steps(records)
+    where = "" if num_logged == num_steps else f" in the {num_logged:,} logged steps of {num_steps:,}"
     return Symptom(
-        f"{int(total):,} responses could not be scored.",
+        f"{int(total):,} responses could not be scored{where}.",
         "the filter `failed` of the rollouts shows why",
         "reward/failed",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -83,9 +82,7 @@ def largest_gap(config: RlConfig) -> float:
 
     Infinity if the settings make them compute differently, and set no bound.
     """
-    if not are_alike(config):
-        return config.vllm.max_logprob_diff or math.inf
-    return config.vllm.max_logprob_diff or (1e-3 if config.ds.param_dtype == "fp32" else 0.1)
+    return config.vllm.logprob_diff_limit(param_dtype=config.ds.param_dtype, load_in_4bit=config.ds.load_in_4bit)
 
 
 def rounding(config: RlConfig) -> float:

@@ -62,11 +62,20 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     assert "| `geometry3k/pass@1` | 25.0% (step 0) | **45.0%** (step 40) |" in written.text
     assert "| 3e-06 | `sync/logprob_diff_max` |" in written.text
     assert "after 40 steps, from `owner/model`" in written.text
-    assert "The run took 2 hours." in written.text
+    assert "The 2 logged steps of 40 took 2 hours." in written.text
+    assert "stops where their log-probs differ by more than 0.1 on average." in written.text
     assert "| vision | 0 | 600 |" in written.text
     assert "AutoModelForImageTextToText" in written.text
     assert (run.model / "curves.png").read_bytes() == b"png"
     assert "![Curves of the run](curves.png)" in written.text
+
+
+def test_a_card_says_how_long_a_run_took_whose_steps_are_all_logged(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", "model")
+    records = [{"step": step, "time/step_s": 15.0} for step in range(4)]
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_cards(rl(), run, pytest.fail)
+    assert "The run took 1 minutes." in card(run.root, "model").text
 
 
 def test_the_settings_of_a_card_repeat_the_changes(tmp_path: Path) -> None:

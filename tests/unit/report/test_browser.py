@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
-from made_runs import group, make_run, served, write_lines
+from made_runs import evaluated, group, make_run, served, write_lines
 
 from vlmrl.observe.lock import run_lock
 from vlmrl.report.page import write_report
@@ -49,6 +49,56 @@ def test_the_overview_says_what_the_run_learnt(tmp_path: Path, quiet: Browser) -
     assert quiet.texts(".main .pill") == ["+50 points"]
     assert len(quiet.texts(".example")) == 2
     quiet.wait("[...document.images].every(i => i.complete && i.naturalWidth === 64)")
+
+
+def test_a_single_evaluation_is_no_result_of_training(tmp_path: Path, quiet: Browser) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/toy/pass@1": 0.375, "time/step_s": 20.0}\n')
+    quiet.open(page_of(tmp_path, folder))
+    assert quiet.texts(".head .figure") == ["38 %"]
+    assert quiet.texts(".head .when") == ["before training"]
+    assert quiet.texts(".head .arrow, .head .pill, .head svg") == []
+
+
+def test_times_are_those_of_the_logged_steps(tmp_path: Path, quiet: Browser) -> None:
+    folder = make_run(tmp_path / "run")
+    lines = [f'{{"step": {step}, "reward/mean": 0.5, "time/step_s": 10.0}}\n' for step in (10, 20, 30)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    quiet.open(page_of(tmp_path, folder))
+    assert "30 s in the 3 logged steps of 30" in quiet.texts("main")[0]
+
+
+def test_several_runs_differ_in_settings_within_a_verb(tmp_path: Path, quiet: Browser) -> None:
+    def settings(verb: str, seed: int, dataset: str) -> str:
+        line = f"# Written by vlmrl: vlmrl {verb} --config config.yaml repeats the run\n"
+        return f"{line}train: {{seed: {seed}}}\n{verb}: {{only: {seed}}}\neval: {{dataset: {dataset}}}\n"
+
+    runs = [
+        make_run(tmp_path / name, settings=settings(verb, seed, dataset))
+        for name, verb, seed, dataset in (("a", "rl", 1, "x"), ("b", "rl", 2, "x"), ("c", "sft", 3, "y"))
+    ]
+    quiet.open(page_of(tmp_path, *runs))
+    titles = quiet.texts("main h2")
+    assert titles[0] == "Runs"
+    assert titles[-1] == "Settings that differ"
+    assert quiet.evaluate("document.querySelector('.differing').open") is False
+    assert quiet.texts(".differing th") == ["setting", "a", "b"]
+    assert quiet.texts(".differing td") == ["train.seed", "1", "2", "rl.only", "1", "2"]
+    assert "may be of different prompts: the runs differ in eval.dataset" in quiet.texts("main .card")[0]
+    quiet.click("nav.runs button", "c")
+    assert quiet.texts(".differing") == []
+
+
+def test_examples_show_what_happened_to_more_prompts_first(tmp_path: Path, quiet: Browser) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    # Prompts 0 and 1 gain, 2 to 5 lose, 6 stays.
+    for step in (0, 1):
+        scores = [float((number < 2) == (step == 1)) if number < 6 else 0.5 for number in range(7)]
+        lines = [evaluated(step, number, score=score, text="x") for number, score in enumerate(scores)]
+        write_lines(folder / "rollouts" / f"eval_toy_step_{step:06d}.jsonl", lines)
+    quiet.open(page_of(tmp_path, folder))
+    rewards = [text.split(" ")[-1] for text in quiet.texts(".example .bubble .small")]
+    assert rewards == ["1", "0", "0", "1", "1", "0", "0.5", "0.5"]
 
 
 def test_curves_are_drawn_smoothed_filtered_and_zoomed(tmp_path: Path, quiet: Browser) -> None:

@@ -35,6 +35,11 @@ def test_a_sign_of_trouble_names_the_metric(records: list[dict[str, Any]], metri
     assert found.advice
 
 
+def test_a_sum_over_some_steps_says_so() -> None:
+    (found,) = symptoms([{"step": step, "reward/failed": 2.0} for step in (10, 20, 30)])
+    assert found.text == "6 responses could not be scored in the 3 logged steps of 30."
+
+
 def test_a_healthy_run_has_no_warning() -> None:
     healthy = {"reward/mean": 0.5, "policy/entropy": 1.0, "group/constant_fraction": 0.2, "reward/failed": 0.0}
     assert symptoms([{"step": step, **healthy, "response/tokens_mean": 20.0 + step} for step in range(30)]) == []

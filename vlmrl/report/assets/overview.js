@@ -16,20 +16,21 @@ function headlineValue(head, value) {
 
 /** A figure before and now, with the shape of its curve. */
 function headline(run, head, isMain) {
+  const isOnce = head.before === null;
   const change = head.now - head.before;
   const isBetter = head.better === "higher" ? change > 0 : change < 0;
-  const isSame = headlineValue(head, head.before) === headlineValue(head, head.now);
+  const isSame = isOnce || headlineValue(head, head.before) === headlineValue(head, head.now);
   const size = head.is_fraction ? `${change > 0 ? "+" : "−"}${Math.abs(change * 100).toFixed(Math.abs(change) < 0.1 ? 1 : 0)} points` : `${change > 0 ? "+" : "−"}${number(Math.abs(change))}`;
   const state = isSame ? "same" : isBetter ? "good" : "bad";
   const tone = isSame ? "--muted" : isBetter ? "--green" : "--red";
   return el("section", { class: `card head ${isMain ? "main" : ""}` },
     el("h2", {}, head.title, el("span", { class: "muted" }, head.is_held_out ? " · held out" : " · in training")),
     el("div", { class: "change" },
-      el("div", {}, el("div", { class: "figure before" }, headlineValue(head, head.before)), el("div", { class: "when" }, head.before_label)),
-      el("div", { class: "arrow", "aria-hidden": "true" }, "→"),
+      isOnce ? null : el("div", {}, el("div", { class: "figure before" }, headlineValue(head, head.before)), el("div", { class: "when" }, head.before_label)),
+      isOnce ? null : el("div", { class: "arrow", "aria-hidden": "true" }, "→"),
       el("div", {}, el("div", { class: `figure ${state}` }, headlineValue(head, head.now)), el("div", { class: "when" }, head.now_label)),
-      el("span", { class: `pill ${state}` }, isSame ? "unchanged" : size)),
-    run.curves[head.metric] ? sparkline(run.curves[head.metric], color(tone), isMain ? 640 : 300, isMain ? 90 : 48) : null,
+      isOnce ? null : el("span", { class: `pill ${state}` }, isSame ? "unchanged" : size)),
+    !isOnce && run.curves[head.metric] ? sparkline(run.curves[head.metric], color(tone), isMain ? 640 : 300, isMain ? 90 : 48) : null,
     el("button", { type: "button", class: "link", onclick: () => openCurve(head.metric) }, head.metric));
 }
 
@@ -67,7 +68,8 @@ function timesCard(run) {
     part.style.background = `var(${PHASE_COLORS[i % PHASE_COLORS.length]})`;
     bar.append(part);
   }
-  return card("Time", el("p", {}, `${seconds(total)} in all steps`, run.tokens_per_s ? `, ${number(run.tokens_per_s)} tokens per second on average` : ""), bar,
+  const steps = run.logged_steps < run.steps ? `in the ${run.logged_steps.toLocaleString("en")} logged steps of ${run.steps.toLocaleString("en")}` : run.steps ? "in all steps" : "in total";
+  return card("Time", el("p", {}, `${seconds(total)} ${steps}`, run.tokens_per_s ? `, ${number(run.tokens_per_s)} tokens per second on average` : ""), bar,
     el("ul", { class: "phases" }, rows.map(([name, s], i) => el("li", {}, legendEntry(name.replaceAll("_", " "), PHASE_COLORS[i % PHASE_COLORS.length]), el("span", { class: "muted" }, `${seconds(s)} · ${percent(s / total)}`)))));
 }
 
@@ -90,9 +92,12 @@ function examplePairs(run) {
   const pairs = [...byPrompt.values()].filter((list) => list.length > 1).map((list) => ({ before: list[0], now: list[list.length - 1] }));
   const gain = ({ before, now }) => worthOf(now) - worthOf(before);
   const sorted = [...pairs].sort((a, b) => gain(b) - gain(a));
-  // Two that gained most, one that did not change, one that lost most: not only those that flatter.
-  const same = sorted.find((pair) => gain(pair) === 0);
-  return [...new Set([sorted[0], sorted[1], same, sorted[sorted.length - 1]])].filter(Boolean);
+  const gained = sorted.filter((pair) => gain(pair) > 0), lost = sorted.filter((pair) => gain(pair) < 0).reverse();
+  const same = sorted.filter((pair) => gain(pair) === 0);
+  // Those that changed most, first what happened to more prompts, and some that did not change: not only those that flatter.
+  const change = (pairs.length && (run.changes || {})[pairs[0].before.set]) || { gained: 0, lost: 0 };
+  const [more, fewer] = change.lost > change.gained ? [lost, gained] : [gained, lost];
+  return [more[0], fewer[0], more[1], ...same].filter(Boolean).slice(0, 4);
 }
 
 function exampleRow(run, before, now) {
@@ -110,22 +115,34 @@ function exampleResponse(title, group) {
     el("div", { class: "said" }, text ? (text.length > 280 ? `${text.slice(0, 280)}…` : text) : el("i", { class: "muted" }, "no text")));
 }
 
-/** Runs side by side: the settings that differ, and where each stands. */
+/** Runs side by side: where each stands. */
 function comparison() {
   const metrics = [...new Set(DATA.runs.flatMap((run) => run.headlines.slice(0, 4).map((h) => h.metric)))];
   const rows = DATA.runs.map((run) => [run.name, `${run.verb} · ${run.status.text} · step ${run.step}`, ...metrics.map((metric) => {
     const head = run.headlines.find((h) => h.metric === metric);
-    return head ? `${headlineValue(head, head.before)} → ${headlineValue(head, head.now)}` : "–";
+    if (!head) return "–";
+    return head.before === null ? headlineValue(head, head.now) : `${headlineValue(head, head.before)} → ${headlineValue(head, head.now)}`;
   })]);
-  const differing = differences();
-  return [
-    card("Runs", rowsTable(["run", "state", ...metrics], rows)),
-    differing.length ? card("Settings that differ", rowsTable(["setting", ...DATA.runs.map((r) => r.name)], differing)) : null,
-  ];
+  const names = DATA.runs.some((run) => settingOf(run, "eval.dataset") === "null") ? [...DATA_OF_EVALUATION, "data.prompt_dataset", "data.eval_fraction"] : DATA_OF_EVALUATION;
+  const data = names.filter((name) => new Set(DATA.runs.map((run) => settingOf(run, name))).size > 1);
+  const shared = metrics.some((metric) => metric.startsWith("eval/") && DATA.runs.filter((run) => run.headlines.some((h) => h.metric === metric)).length > 1);
+  return card("Runs", rowsTable(["run", "state", ...metrics], rows),
+    data.length && shared ? el("p", { class: "muted" }, `The held-out figures may be of different prompts: the runs differ in ${data.join(", ")}.`) : null);
 }
 
-function differences() {
-  const names = [...new Set(DATA.runs.flatMap((run) => run.settings.map((s) => s.name)))].filter((name) => name !== "ckpt.output_dir");
-  const value = (run, name) => (run.settings.find((s) => s.name === name) || { value: "–" }).value;
-  return names.map((name) => [name, ...DATA.runs.map((run) => value(run, name))]).filter(([, ...values]) => new Set(values).size > 1);
+const DATA_OF_EVALUATION = ["eval.dataset", "eval.split", "eval.max_samples"];
+
+function settingOf(run, name) {
+  return (run.settings.find((s) => s.name === name) || { value: "–" }).value;
+}
+
+/** The settings in which runs of the same verb as this one differ: of another verb nearly all do. */
+function differences(run) {
+  const runs = DATA.runs.filter((r) => r.verb === run.verb);
+  const names = [...new Set(runs.flatMap((r) => r.settings.map((s) => s.name)))].filter((name) => name !== "ckpt.output_dir");
+  const rows = names.map((name) => [name, ...runs.map((r) => settingOf(r, name))]).filter(([, ...values]) => new Set(values).size > 1);
+  if (!rows.length) return null;
+  return el("section", { class: "card" }, el("details", { class: "differing" },
+    el("summary", {}, el("h2", {}, "Settings that differ"), el("span", { class: "muted" }, ` ${rows.length}, of ${runs.length} runs of vlmrl ${run.verb}`)),
+    rowsTable(["setting", ...runs.map((r) => r.name)], rows)));
 }

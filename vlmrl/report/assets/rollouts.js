@@ -130,7 +130,7 @@ function drawGroups(run, body, redraw) {
 }
 
 function groupCard(run, group, responses, redraw) {
-  const across = run.groups.filter((g) => g.set === group.set && g.source === group.source).length;
+  const across = new Set(run.groups.filter((g) => g.set === group.set && g.source === group.source).map((g) => g.step)).size;
   const metadata = Object.entries(group.metadata || {});
   return el("article", { class: "card group-card" },
     el("div", { class: "meta" },

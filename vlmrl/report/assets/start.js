@@ -50,7 +50,7 @@ function draw() {
   const run = DATA.runs[runIndex];
   forgetCharts();
   const tabs = {
-    overview: () => [...(DATA.runs.length > 1 ? comparison() : []), ...overviewTab(run)],
+    overview: () => [DATA.runs.length > 1 ? comparison() : null, ...overviewTab(run), DATA.runs.length > 1 ? differences(run) : null],
     curves: () => curvesTab(),
     rollouts: () => rolloutsTab(run),
     settings: () => settingsTab(run),
