@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 
 class Curve(NamedTuple):
-    """A metric over the steps in which it is a finite number."""
+    """A metric over the steps in which it is a finite number, or over stretches of them."""
 
     steps: list[int]
+    """Steps, or the middle one of each stretch."""
     values: list[float]
+    """Values, or the mean of each stretch."""
+    lows: list[float]
+    """The smallest value of each stretch; empty for a curve of all steps."""
+    highs: list[float]
+    """The largest value of each stretch."""
 
 
 def curves(records: Sequence[Mapping[str, Any]], *, max_points: int) -> dict[str, Curve]:
-    """Return the curve of every metric, thinned to about `max_points`.
+    """Return the curve of every metric. One of more than `max_points` steps is divided into half as many stretches.
 
-    Thinning keeps the smallest and the largest value of each stretch of steps, and both ends: no spike is lost.
+    A stretch has its mean, which may be smoothed, and its smallest and largest value, so that no spike is lost. The
+    first and the last step are stretches of their own.
     """
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
@@ -35,20 +41,17 @@ def curves(records: Sequence[Mapping[str, Any]], *, max_points: int) -> dict[str
 
 
 def _thinned(steps: list[int], values: list[float], *, max_points: int) -> Curve:
-    if len(steps) > max_points:
-        kept = _kept(np.asarray(values), max_points=max_points)
-        steps, values = [steps[i] for i in kept], [values[i] for i in kept]
-    return Curve(steps, [shortened(value) for value in values])
+    if len(steps) <= max_points:
+        return Curve(steps, _shortened(values), [], [])
+    inner = np.linspace(1, len(steps) - 1, max(max_points // 2 - 1, 2)).astype(int)
+    stretches = [(int(a), int(b)) for a, b in pairwise([0, *inner, len(steps)]) if b > a]
+    array = np.asarray(values)
+    columns = ([float(reduce(array[a:b])) for a, b in stretches] for reduce in (np.mean, np.min, np.max))
+    return Curve([steps[(a + b - 1) // 2] for a, b in stretches], *map(_shortened, columns))
 
 
-def _kept(values: NDArray[np.float64], *, max_points: int) -> list[int]:
-    """Indices of the minimum and maximum of each of `max_points / 2` stretches, and of both ends, in order."""
-    edges = np.linspace(0, len(values), max(max_points // 2, 1) + 1).astype(int)
-    kept = {0, len(values) - 1}
-    for start, end in pairwise(edges):
-        if end > start:
-            kept |= {int(start + values[start:end].argmin()), int(start + values[start:end].argmax())}
-    return sorted(kept)
+def _shortened(values: Iterable[float]) -> list[float]:
+    return [shortened(value) for value in values]
 
 
 def shortened(value: float) -> float:

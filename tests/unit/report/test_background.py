@@ -67,5 +67,5 @@ def test_a_run_ends_with_a_page_that_says_so(tmp_path: Path) -> None:
     text = (folder / "report.html").read_text()
     assert '"state":"finished"' in text
     assert '"total_steps":2' in text
-    assert '"reward/mean":[[1,2],[0.25,0.75]]' in text
+    assert '"reward/mean":[[1,2],[0.25,0.75],' in text
     assert not list(folder.glob(".report*"))

@@ -114,6 +114,41 @@ def test_curves_are_drawn_smoothed_filtered_and_zoomed(tmp_path: Path, quiet: Br
     assert quiet.evaluate(f"(c => {pixels}.some(v => v > 0))(document.querySelector('canvas'))")
 
 
+def spiky_run(folder: Path, *, steps: int) -> Path:
+    """A run in which one reward in ten is 1, and all others are 0, but for the last one, which is 0.25."""
+    make_run(folder)
+    rewards = [float(step % 10 == 7) for step in range(1, steps)] + [0.25]
+    lines = [json.dumps({"step": step, "reward/mean": reward}) for step, reward in enumerate(rewards, start=1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_long_curves_are_smoothed_to_their_mean(tmp_path: Path, quiet: Browser) -> None:
+    quiet.open(page_of(tmp_path, spiky_run(tmp_path / "run", steps=5000)))
+    quiet.click("nav button", "Curves")
+    quiet.wait("document.querySelectorAll('.uplot canvas').length === 1")
+    assert quiet.texts(".reading") == ["0.25"]
+    assert any("mean of each stretch" in text for text in quiet.texts("main p"))
+    quiet.evaluate("document.querySelector('canvas').id = 'old'")
+    quiet.enter("#smooth", "0.3")
+    quiet.wait("document.querySelector('canvas:not(#old)') !== null")
+    box = "document.querySelector('.u-over').getBoundingClientRect()"
+    x, y = quiet.evaluate(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({box})")
+    quiet.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    quiet.wait("document.querySelector('.reading').textContent.startsWith('step ')")
+    smooth = float(quiet.texts(".reading")[0].rpartition(" ")[2])
+    assert abs(smooth - 0.1) < 0.01
+
+
+def test_figures_of_several_runs_have_the_colours_of_their_runs(tmp_path: Path, quiet: Browser) -> None:
+    runs = [make_run(tmp_path / name, metrics=metrics) for name, metrics in (("a", {}), ("b", {"x/only": 0.5}))]
+    quiet.open(page_of(tmp_path, *runs) + "#curves")
+    quiet.enter("input[type=search]", "x/only")
+    quiet.wait("document.querySelectorAll('.curve').length === 1")
+    assert quiet.evaluate("[...document.querySelectorAll('.reading .entry')].map(e => e.title)") == ["b"]
+    assert quiet.evaluate("document.querySelector('.reading .dot').style.background") == "var(--orange)"
+
+
 def test_rollouts_are_browsed_and_filtered(tmp_path: Path, quiet: Browser) -> None:
     folder = make_run(tmp_path / "run", steps=3, prompts=2, responses=4, images=2)
     failed = group(3, 5, responses=2, text="odd one {}")

@@ -57,7 +57,7 @@ def test_the_page_holds_curves_responses_and_settings_of_the_run(tmp_path: Path)
     assert (folder / "report.html").stat().st_size == size
     (run,) = data_of((folder / "report.html").read_text())["runs"]
     assert (run["name"], run["verb"], run["step"]) == ("run", "rl", 4)
-    assert run["curves"]["reward/mean"] == [[1, 2, 3, 4], [0.25, 0.5, 0.75, 1]]
+    assert run["curves"]["reward/mean"] == [[1, 2, 3, 4], [0.25, 0.5, 0.75, 1], [], []]
     assert [(h["metric"], h["before"], h["now"]) for h in run["headlines"]] == [
         ("eval/toy/pass@1", 0.25, 0.75),
         ("reward/mean", 0.25, 1.0),

@@ -1,6 +1,9 @@
 // Charts: small ones in SVG, large ones by uPlot.
 
-/** A line without axes: the shape of a curve. `curve` is [steps, values]. */
+// A curve is [steps, values, lows, highs]. Of a long one the values are means of stretches of steps, and lows and highs
+// their smallest and largest values; they are empty for a curve of all steps.
+
+/** A line without axes: the shape of a curve. */
 function sparkline(curve, stroke, width = 220, height = 56) {
   const [steps, values] = curve;
   const box = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "spark", preserveAspectRatio: "none", "aria-hidden": "true" });
@@ -63,21 +66,28 @@ function zoomAll(range, except) {
   isZooming = false;
 }
 
-/** A chart of a metric. `lines` are {curve, name, color (a CSS variable)}; `options` are {smooth, log}. */
+/** A chart of a metric. `lines` are {curve, name, color (a CSS variable)}; `options` are {smooth, log}.
+
+Of each line one series, whose `line` is its number, has the figures that are read. */
 function chart(target, lines, options) {
-  const tables = [], series = [{ label: "step" }];
-  for (const line of lines) {
-    const [steps, values] = line.curve;
+  const tables = [], series = [{ label: "step" }], bands = [];
+  for (const [place, line] of lines.entries()) {
+    const [steps, values, lows, highs] = line.curve;
     const smooth = smoothed(values, options.smooth);
     const stroke = () => color(line.color);
     const positive = (list) => (options.log ? list.map((v) => (v > 0 ? v : null)) : list);
+    if (lows.length) {
+      tables.push([steps, positive(highs), positive(lows)]);
+      bands.push({ series: [series.length, series.length + 1], fill: stroke });
+      for (const name of ["largest", "smallest"]) series.push({ label: `${line.name}, ${name}`, stroke, alpha: 0.18, width: 0.5, points: { show: false } });
+    }
     if (options.smooth > 0) {
       tables.push([steps, positive(values), positive(smooth)]);
       series.push({ label: `${line.name} `, stroke, alpha: 0.25, width: 1, points: { show: false } });
     } else {
       tables.push([steps, positive(values)]);
     }
-    series.push({ label: line.name, stroke, width: 1.8, points: { show: steps.length < 30, size: 5, fill: stroke } });
+    series.push({ line: place, label: line.name, stroke, width: 1.8, points: { show: steps.length < 30, size: 5, fill: stroke } });
   }
   const axis = { stroke: () => color("--muted"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
   const short = (_, splits) => splits.map((value) => (value === null ? "" : number(value)));
@@ -90,6 +100,7 @@ function chart(target, lines, options) {
       scales: { x: { time: false, range: (u, low, high) => xRange(low, high) }, y: options.log ? { distr: 3 } : { range: (u, low, high) => yRange(low, high) } },
       axes: [{ ...axis, size: 26, gap: 4, values: (_, splits) => splits.map((v) => (Number.isInteger(v) ? v.toLocaleString("en") : "")) }, { ...axis, size: 54, values: short }],
       series,
+      bands,
       hooks: {
         setCursor: [(u) => options.onHover && options.onHover(u)],
         setScale: [(u, key) => {

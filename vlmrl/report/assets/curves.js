@@ -19,14 +19,15 @@ function curvesTab() {
     el("div", { class: "controls" }, filter, el("label", { for: "smooth" }, "smoothing"), smooth,
       el("label", {}, log, " logarithmic"), reset, el("span", { class: "muted wide" }, "drag to zoom, double-click to reset")),
     DATA.runs.length > 1 ? el("p", { class: "legend" }, DATA.runs.map((run, i) => legendEntry(run.name, RUN_COLORS[i % RUN_COLORS.length]))) : null,
+    DATA.runs.some((run) => Object.values(run.curves).some(([, , lows]) => lows.length)) ? el("p", { class: "muted" }, "Long curves show the mean of each stretch of steps, in a band from its smallest to its largest value.") : null,
     body,
   ];
 }
 
-function legendEntry(name, variable) {
+function legendEntry(text, variable, title = "") {
   const dot = el("span", { class: "dot" });
   dot.style.background = `var(${variable})`;
-  return el("span", { class: "entry" }, dot, name);
+  return el("span", { class: "entry", title }, dot, text);
 }
 
 function drawCurves(body) {
@@ -54,7 +55,7 @@ function drawCurves(body) {
 
 const isOnce = (name) => !isZero(name) && DATA.runs.every((run) => !run.curves[name] || run.curves[name][0].length === 1);
 const onceValues = (name) => DATA.runs.map((run) => (run.curves[name] ? number(run.curves[name][1][0]) : "–")).join(" · ");
-const isZero = (name) => DATA.runs.every((run) => !run.curves[name] || run.curves[name][1].every((value) => value === 0));
+const isZero = (name) => DATA.runs.every((run) => !run.curves[name] || run.curves[name].slice(1).every((values) => values.every((value) => value === 0)));
 
 function metricNames() {
   const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.curves)))];
@@ -67,10 +68,10 @@ function curveCard(name, observer) {
   const lines = DATA.runs.map((run, i) => ({ curve: run.curves[name], name: run.name, color: RUN_COLORS[i % RUN_COLORS.length] })).filter((line) => line.curve);
   const value = el("output", { class: "reading" });
   const target = el("div", { class: "plot" });
-  const rest = () => {
-    const last = lines.map((line) => number(line.curve[1][line.curve[1].length - 1]));
-    value.textContent = last.join(" · ");
-  };
+  // Several runs: each figure has the dot of its run.
+  const show = (figures, step) => value.replaceChildren(step === undefined ? "" : `step ${step.toLocaleString("en")}: `,
+    ...figures.map(([line, figure]) => (DATA.runs.length > 1 ? legendEntry(number(figure), line.color, line.name) : number(figure))));
+  const rest = () => show(lines.map((line) => [line, line.curve[1][line.curve[1].length - 1]]));
   rest();
   target.draw = () => chart(target, lines, {
     smooth: curveState.smooth,
@@ -78,8 +79,8 @@ function curveCard(name, observer) {
     onHover: (u) => {
       const at = u.cursor.idx;
       if (at === null || at === undefined || !(u.cursor.left >= 0)) return rest();
-      const shown = u.series.slice(1).map((s, i) => (s.alpha === 0.25 ? null : u.data[i + 1][at])).filter((v) => v !== null);
-      value.textContent = `step ${u.data[0][at].toLocaleString("en")}: ${shown.map((v) => number(v)).join(" · ")}`;
+      const figures = u.series.map((s, i) => [lines[s.line], u.data[i][at]]);
+      show(figures.filter(([line, figure]) => line && figure !== null && figure !== undefined), u.data[0][at]);
     },
   });
   observer.observe(target);
