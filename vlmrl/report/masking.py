@@ -10,15 +10,18 @@ from typing import Any
 from vlmrl.system.environment_variables import secret_values
 
 MASK = "•••"
-_USER = re.compile(r"(?<=://)[^/\s@\"'<>]+@")
+_USER = re.compile(r"(?<=://)[^/?#\s\"'<>]+@")
 _PARAMETER = re.compile(
-    r"(?i)([?&;](?:[\w-]*(?:key|token|secret|password|passwd|auth|sig|signature|credential)[\w-]*)=)[^&\s#\"'<>;]+"
+    r"(?i)([?&;](?:[\w-]*(?:key|token|access|secret|password|passwd|auth|sig|signature|credential)[\w-]*)=)[^&\s#\"'<>;]+"
+)
+_HEADER = re.compile(
+    r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token)\s+)?|\bbearer\s+(?=[\w.~+/-]{12}))[^\s\"'<>,;]+"
 )
 
 
 def mask_urls(text: str) -> str:
-    """Replace user and password, and parameters that look like keys, in all URLs of a text."""
-    return _PARAMETER.sub(rf"\1{MASK}", _USER.sub(f"{MASK}@", text))
+    """Replace user and password, and parameters that look like keys, in all URLs of a text; and HTTP credentials."""
+    return _HEADER.sub(rf"\1{MASK}", _PARAMETER.sub(rf"\1{MASK}", _USER.sub(f"{MASK}@", text)))
 
 
 class Mask:

@@ -22,7 +22,9 @@ MAX_EVALUATIONS = 12
 PROMPTS_PER_STEP = 10
 PROMPTS_PER_EVALUATION = 24
 _IMAGES_SHARE = 1 / 16
-"""Largest part of a page that the images of one prompt and its responses may take."""
+"""Largest part of a page that the images of one prompt and its turns take, as long as other prompts need room."""
+_SMALLEST_IMAGE = 200
+"""Bytes: a page with less room is full, and reads no more images."""
 
 _Orders = dict[TranscriptFile, list[ShownGroup]]
 """The groups of each file that may be shown, the most telling first."""
@@ -69,13 +71,15 @@ def shown_rollouts(
     if choice.num_unreadable:
         shown.notes.append(f"{choice.num_unreadable} lines of the transcripts cannot be read")
     shown.num_bytes = embedded_size([shown.notes, shown.changes]) + 256  # and the notes below
-    skipped = num_blank = 0
+    skipped = 0
+    blank: list[str] = []
     for group in _in_turns(choice.orders):
         left_out = _add(shown, group, pictures, max_bytes=max_bytes)
-        num_blank += left_out or 0
+        blank += left_out or []
         skipped += left_out is None
         if skipped > 100:  # full
             break
+    num_blank = _fill(shown, blank, pictures, max_bytes=max_bytes)
     shown.groups.sort(key=lambda group: (group["set"] != TRAINING, group["set"], group["step"], group["index"]))
     if len(shown.groups) < choice.num_groups:
         shown.notes.append(f"{len(shown.groups):,} of the {choice.num_groups:,} prompts of these steps are shown")
@@ -189,32 +193,32 @@ def _in_turns(orders: _Orders) -> Iterator[ShownGroup]:
                 yield orders[file][number]
 
 
-def _add(shown: ShownRollouts, group: ShownGroup, pictures: Pictures, *, max_bytes: int) -> int | None:
-    """Add a group if it and the images of its prompt fit, and as many images of turns as fit.
+def _add(shown: ShownRollouts, group: ShownGroup, pictures: Pictures, *, max_bytes: int) -> list[str] | None:
+    """Add a group if it and the images of its prompt fit, and the first images of its turns.
 
     Returns:
-        The number of images of turns that are left out; None: the group does not fit.
+        The images of turns that are left out: those of one prompt must not crowd out others, however many turns it has.
+        None: the group does not fit.
     """
     room = max_bytes - shown.num_bytes
     size = embedded_size(group.record) + 1
-    num_of_prompt = len(set(group.record["images"]))
-    num_blank, size_of_images = 0, 0
     new: dict[str, str] = {}
-    for number, name in enumerate(group.images):
+    left_out: list[str] = []
+    size_of_images = 0
+    for name in group.images:
         if size > room:
             return None
+        is_of_prompt = name in group.record["images"]
         if name in shown.images:
             continue
-        # Images of one prompt must not crowd out other prompts, however many turns it has.
-        if number >= num_of_prompt and size_of_images > _IMAGES_SHARE * max_bytes:
-            num_blank += 1
+        if not is_of_prompt and size_of_images > _IMAGES_SHARE * max_bytes:
+            left_out.append(name)
             continue
-        url = pictures.url(name)
-        cost = embedded_size({name: url})
-        if number >= num_of_prompt and size + cost > room:
-            num_blank += 1
+        cost = _cost(name, pictures)
+        if not is_of_prompt and size + cost > room:
+            left_out.append(name)
             continue
-        new[name] = url
+        new[name] = pictures.url(name)
         size += cost
         size_of_images += cost
     if size > room:
@@ -222,4 +226,22 @@ def _add(shown: ShownRollouts, group: ShownGroup, pictures: Pictures, *, max_byt
     shown.groups.append(group.record)
     shown.images |= new
     shown.num_bytes += size
-    return num_blank
+    return left_out
+
+
+def _fill(shown: ShownRollouts, names: Iterable[str], pictures: Pictures, *, max_bytes: int) -> int:
+    """Add images as far as there is room, and return how many are left out."""
+    num_left_out = 0
+    for name in dict.fromkeys(names):
+        if name in shown.images:
+            continue
+        if shown.num_bytes + _SMALLEST_IMAGE > max_bytes or shown.num_bytes + _cost(name, pictures) > max_bytes:
+            num_left_out += 1
+            continue
+        shown.images[name] = pictures.url(name)
+        shown.num_bytes += _cost(name, pictures)
+    return num_left_out
+
+
+def _cost(name: str, pictures: Pictures) -> int:
+    return embedded_size({name: pictures.url(name)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -209,12 +210,31 @@ def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path: Pat
     with run_lock(run, on_lost=pytest.fail, notify=pytest.fail), served(page) as server:
         browser.open(f"{server.url}#curves")
         browser.wait("document.querySelectorAll('.curve').length > 1")
+        browser.click(".group summary", "Time")
         browser.enter("input[type=search]", "later")
         browser.wait("document.querySelectorAll('.curve').length === 0")
         with (run / "metrics.jsonl").open("a") as lines:
             lines.write('{"step": 9, "later/metric": 1.0}\n{"step": 10, "later/metric": 2.0}\n')
         browser.wait("document.querySelectorAll('.curve').length === 1")
         assert browser.evaluate("document.querySelector('input[type=search]').value") == "later"
+        browser.enter("input[type=search]", "")
+        browser.wait("document.querySelectorAll('.group').length > 1")
+        browser.wait("[...document.querySelectorAll('.group')].some(e => !e.open && e.textContent.startsWith('Time'))")
+
+
+def test_a_served_page_waits_while_the_reader_types(tmp_path: Path, browser: Browser) -> None:
+    run = make_run(tmp_path / "run")
+    page = LivePage([run], max_mib=15, follow_s=0.5)
+    with run_lock(run, on_lost=pytest.fail, notify=pytest.fail), served(page) as server:
+        browser.open(f"{server.url}#rollouts")
+        browser.wait("document.querySelector('input[type=search]') !== null")
+        browser.evaluate("document.querySelector('input[type=search]').focus()")
+        browser.send("Input.insertText", text="half a wo")
+        time.sleep(2)
+        assert browser.evaluate("document.querySelector('input[type=search]').value") == "half a wo"
+        browser.evaluate("window.before = true; document.activeElement.blur()")
+        browser.wait("window.before === undefined")
+        browser.wait("document.querySelector('input[type=search]').value === 'half a wo'")
 
 
 def test_hostile_text_is_inert_in_every_tab(tmp_path: Path, quiet: Browser) -> None:

@@ -15,6 +15,13 @@ from vlmrl.report.masking import Mask, mask_urls
         ("s3://b/x?X-Amz-Signature=ff00&token=t", "s3://b/x?X-Amz-Signature=•••&token=•••"),
         ("visual_math?families=count&size=8", "visual_math?families=count&size=8"),
         ("me@example.org", "me@example.org"),
+        ("postgres://u:p@ss@h/db", "postgres://•••@h/db"),
+        ("https://h/list?mail=a@b.c", "https://h/list?mail=a@b.c"),
+        ("http://h/x?access=abc", "http://h/x?access=•••"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer •••"),
+        ('{"Authorization": "Basic am9lOng="}', '{"Authorization": "Basic •••"}'),
+        ("sent bearer 0123456789abcdef, failed", "sent bearer •••, failed"),
+        ("the bearer of news", "the bearer of news"),
     ],
 )
 def test_users_and_keys_in_urls_are_masked(text: str, masked: str) -> None:

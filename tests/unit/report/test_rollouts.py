@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,20 @@ def test_images_of_turns_do_not_crowd_out_prompts(tmp_path: Path) -> None:
     assert shown.notes == [f"{40 - len(shown.images)} images of turns are not shown"]
     used = embedded_size([shown.groups, shown.images, shown.notes, shown.changes])
     assert used <= shown.num_bytes <= max_bytes
+    assert max_bytes - shown.num_bytes < 20_000, "images of turns fill what is left"
+
+
+def test_one_step_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    text = "a" * 30_000
+    for step in range(1, 21):  # 48 MB in 20 steps, of which 10 prompts of 12 kB per response are kept
+        groups = [group(step, number, responses=4, text=text) for number in range(20)]
+        write_lines(tmp_path / f"step_{step:06d}.jsonl", groups)
+    tracemalloc.start()
+    shown = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({}))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert {g["step"] for g in shown.groups} >= {1, 20}
+    assert peak < 20e6
 
 
 def test_numbers_that_are_none_and_traces_of_another_form_are_left_out(tmp_path: Path) -> None:

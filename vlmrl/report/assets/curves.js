@@ -45,8 +45,8 @@ function drawCurves(body) {
       entry.target.draw();
     }
   }, { rootMargin: "300px" });
-  body.replaceChildren(...[...groups].map(([title, names]) => el("details", { open: true, class: "group" },
-    el("summary", {}, el("h2", {}, title), el("span", { class: "muted" }, ` ${names.length}`)),
+  body.replaceChildren(...[...groups].map(([title, names]) => foldable(title, true, "group",
+    el("span", { class: "muted" }, ` ${names.length}`),
     el("div", { class: "charts" }, names.filter((name) => !isZero(name) && !isOnce(name)).map((name) => curveCard(name, observer))),
     names.some(isOnce) ? el("p", { class: "zeros" }, `Measured once: ${names.filter(isOnce).map((name) => `${name} ${onceValues(name)}`).join(", ")}`) : "",
     names.some(isZero) ? el("p", { class: "zeros" }, `Always 0: ${names.filter(isZero).join(", ")}`) : "")));

@@ -84,6 +84,17 @@ function card(title, ...children) {
   return el("section", { class: "card" }, title ? el("h2", {}, title) : null, ...children);
 }
 
+const folds = {};
+
+/** Children under a title that opens and closes them. It stays as the reader left it when the page is drawn anew. */
+function foldable(title, isOpen, name, summary, ...children) {
+  const box = el("details", { class: name, open: folds[title] === undefined ? isOpen : folds[title] }, el("summary", {}, el("h2", {}, title), summary), ...children);
+  box.ontoggle = () => {
+    folds[title] = box.open;
+  };
+  return box;
+}
+
 /** Call `action` only when calls have stopped for a moment. */
 function later(action, ms = 150) {
   let timer = 0;

@@ -142,7 +142,6 @@ function differences(run) {
   const names = [...new Set(runs.flatMap((r) => r.settings.map((s) => s.name)))].filter((name) => name !== "ckpt.output_dir");
   const rows = names.map((name) => [name, ...runs.map((r) => settingOf(r, name))]).filter(([, ...values]) => new Set(values).size > 1);
   if (!rows.length) return null;
-  return el("section", { class: "card" }, el("details", { class: "differing" },
-    el("summary", {}, el("h2", {}, "Settings that differ"), el("span", { class: "muted" }, ` ${rows.length}, of ${runs.length} runs of vlmrl ${run.verb}`)),
-    rowsTable(["setting", ...runs.map((r) => r.name)], rows)));
+  const summary = el("span", { class: "muted" }, ` ${rows.length}, of ${runs.length} runs of vlmrl ${run.verb}`);
+  return el("section", { class: "card" }, foldable("Settings that differ", false, "differing", summary, rowsTable(["setting", ...runs.map((r) => r.name)], rows)));
 }

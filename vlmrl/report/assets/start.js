@@ -59,10 +59,16 @@ function draw() {
   document.getElementById("main").replaceChildren(...tabs[tab]().flat().filter(Boolean));
 }
 
-/** Load the page anew from time to time, and go on where the reader was. */
+let typedAt = null;  // when the reader typed in a field that is not read before it is left
+addEventListener("input", (event) => (typedAt = event.target.matches("input[type=search], input[type=number]") ? Date.now() : null));
+addEventListener("change", () => (typedAt = null));
+const TYPING_MS = 60000;
+
+/** Load the page anew from time to time, but not while the reader types, and go on where the reader was. */
 function follow() {
   setTimeout(() => {
-    sessionStorage.setItem("reader", JSON.stringify({ view, curveState, runIndex, top: window.scrollY, theme: document.documentElement.dataset.theme }));
+    if (typedAt !== null && Date.now() - typedAt < TYPING_MS) return follow();
+    sessionStorage.setItem("reader", JSON.stringify({ view, curveState, folds, runIndex, top: window.scrollY, theme: document.documentElement.dataset.theme }));
     location.reload();
   }, DATA.follow_s * 1000);
 }
@@ -73,6 +79,7 @@ function resume() {
   view = saved.view;
   runIndex = Math.min(saved.runIndex, DATA.runs.length - 1);
   Object.assign(curveState, saved.curveState);
+  Object.assign(folds, saved.folds);
   if (saved.theme) document.documentElement.dataset.theme = saved.theme;
   return saved.top;
 }
