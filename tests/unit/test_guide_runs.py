@@ -67,6 +67,7 @@ RUNS = [
 BY_HAND = {
     "python tests/benchmarks/compare_layouts.py *",
     "python tests/benchmarks/compare_trl.py *",
+    "python tests/benchmarks/compare_trl_dpo.py *",
     "python tests/benchmarks/compare_trl_sft.py *",
     "python tests/benchmarks/reward_overlap.py",
 }
