@@ -34,7 +34,7 @@ TASKS = [
         "visual_preferences?families=count&difficulty=1&pixels=112",
         250,
     ),
-    Task("qwen3", "arithmetic?difficulty=1", "text_preferences?difficulty=1", 1200),
+    Task("qwen3", "arithmetic?difficulty=1", "text_preferences?difficulty=1", 1500),
 ]
 
 
@@ -46,7 +46,7 @@ def test_supervised_training_and_a_reward_model_learn_on_two_ranks(
         "actor.num_gpus_per_node": 2,
         "actor.lr_scheduler": "cosine_with_min_lr",
         "actor.adam.lr": 1e-3,
-        "data.prompt_dataset": f"{task.questions}&size=32000",
+        "data.prompt_dataset": f"{task.questions}&size=100000",
         "eval.dataset": f"{task.questions}&size=512",
         "eval.generate_enable": "true",
         "eval.steps": task.sft_steps // 5,
