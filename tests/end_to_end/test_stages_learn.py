@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,24 +21,50 @@ from vlmrl.config.stages import RmConfig, SftConfig
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(1200), pytest.mark.usefixtures("ray_session")]
 
 
+_MARKS = 12
+
+
 @dataclass(frozen=True)
 class Task:
-    """What a tiny model learns."""
+    """What a tiny model learns: to count, in pictures or in text."""
 
     family: str
-    questions: str
-    preferences: str
-    sft_steps: int
+    questions: Callable[[Path, str], str]
+    """(folder, split) -> the dataset of questions."""
+    preferences: Callable[[Path, str], str]
+
+
+def marks(folder: Path, split: str, *, columns: Callable[[int, random.Random], dict[str, str]]) -> str:
+    """Write questions on how many of some marks are circles; the splits share none. Returns the file."""
+    rng = random.Random(split)
+    rows = []
+    while len(rows) < (512 if split == "test" else 20_000):
+        text = "".join(rng.choices("ox", k=_MARKS))
+        if (zlib.crc32(text.encode()) % 8 == 0) == (split == "test"):
+            count = text.count("o")
+            rows.append({"input": f"How many o? {' '.join(text)}"} | columns(count, rng))
+    file = folder / f"marks_{split}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def pictures(name: str) -> Callable[[Path, str], str]:
+    return lambda folder, split: (
+        f"{name}?families=count&difficulty=1&pixels=112&size={512 if split == 'test' else 32_000}"
+    )
+
+
+def answered(count: int, rng: random.Random) -> dict[str, str]:
+    return {"label": str(count), "answer": str(count)}
+
+
+def preferred(count: int, rng: random.Random) -> dict[str, str]:
+    return {"chosen": str(count), "rejected": str(rng.choice([n for n in (count - 1, count + 1) if 0 <= n <= _MARKS]))}
 
 
 TASKS = [
-    Task(
-        "qwen2_5_vl",
-        "visual_math?families=count&difficulty=1&pixels=112",
-        "visual_preferences?families=count&difficulty=1&pixels=112",
-        250,
-    ),
-    Task("qwen3", "arithmetic?difficulty=1", "text_preferences?difficulty=1", 1500),
+    Task("qwen2_5_vl", pictures("visual_math"), pictures("visual_preferences")),
+    Task("qwen3", partial(marks, columns=answered), partial(marks, columns=preferred)),
 ]
 
 
@@ -46,13 +76,13 @@ def test_supervised_training_and_a_reward_model_learn_on_two_ranks(
         "actor.num_gpus_per_node": 2,
         "actor.lr_scheduler": "cosine_with_min_lr",
         "actor.adam.lr": 1e-3,
-        "data.prompt_dataset": f"{task.questions}&size=100000",
-        "eval.dataset": f"{task.questions}&size=512",
+        "data.prompt_dataset": task.questions(tmp_path, "train"),
+        "eval.dataset": task.questions(tmp_path, "test"),
         "eval.generate_enable": "true",
-        "eval.steps": task.sft_steps // 5,
+        "eval.steps": 50,
         "reward.functions": '{"exact": 1.0}',
         "rollout.max_new_tokens": 8,
-        "train.max_steps": task.sft_steps,
+        "train.max_steps": 250,
         "vllm.cpu_kv_cache_gib": 0.25,
     }
     sft, rm = tmp_path / "sft", tmp_path / "rm"
@@ -62,9 +92,9 @@ def test_supervised_training_and_a_reward_model_learn_on_two_ranks(
 
     flags = {
         "actor.num_gpus_per_node": 2,
-        "data.prompt_dataset": f"{task.preferences}&size=20000",
-        "eval.dataset": f"{task.preferences}&size=20000",
-        "ckpt.best_metric_key": f"eval/{task.preferences.partition('?')[0]}/accuracy",
+        "data.prompt_dataset": task.preferences(tmp_path, "train"),
+        "eval.dataset": task.preferences(tmp_path, "test"),
+        "ckpt.best_metric_key": "null",
     }
     train_rm(load(RmConfig, recipe("rm_visual_math_tiny.yaml", str(sft / "model"), rm, **flags)))
     accuracy = curve(rm, "/accuracy")
