@@ -48,10 +48,9 @@ def marks(folder: Path, split: str, *, columns: Callable[[int, random.Random], d
     return str(file)
 
 
-def pictures(name: str) -> Callable[[Path, str], str]:
-    return lambda folder, split: (
-        f"{name}?families=count&difficulty=1&pixels=112&size={512 if split == 'test' else 32_000}"
-    )
+def pictures(name: str, size: int) -> Callable[[Path, str], str]:
+    sizes = {"train": size, "test": 512}
+    return lambda folder, split: f"{name}?families=count&difficulty=1&pixels=112&size={sizes[split]}"
 
 
 def answered(count: int, rng: random.Random) -> dict[str, str]:
@@ -63,7 +62,7 @@ def preferred(count: int, rng: random.Random) -> dict[str, str]:
 
 
 TASKS = [
-    Task("qwen2_5_vl", pictures("visual_math"), pictures("visual_preferences")),
+    Task("qwen2_5_vl", pictures("visual_math", 32_000), pictures("visual_preferences", 20_000)),
     Task("qwen3", partial(marks, columns=answered), partial(marks, columns=preferred)),
 ]
 
