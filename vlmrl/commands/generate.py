@@ -71,11 +71,11 @@ def generate(config: GenerateConfig, *, dry_run: bool = False, is_quiet: bool = 
         check_same_settings(journal, settings)
         try:
             tokens_per_s = _complete(config, folder, journal, settings, processor, builder, report)
+            check_output(output, folder)  # again: hours may have passed
+            remember_output(output, folder)
+            metrics = _write(config, journal, output, tokens_per_s=tokens_per_s)
         except Stopped as stop:
             raise Stopped(stop.number, _state(journal)) from None
-        check_output(output, folder)  # again: hours may have passed
-        remember_output(output, folder)
-        metrics = _write(config, journal, output, tokens_per_s=tokens_per_s)
         report.evaluation(_num_batches(config, journal.position), metrics)
         if failed := int(metrics["generate/failed"]):
             report.say(Text(_failures(failed, journal)))  # no plain string: it may look like Rich's markup

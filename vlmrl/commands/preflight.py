@@ -45,7 +45,9 @@ from vlmrl.types import Media, Prompt, Sample
 _NUM_SAMPLES = 100
 """Rows whose length with the response a dry run of `vlmrl sft` measures."""
 _GENERATING = (
-    *("ref.model_name_or_path", "algo.distill.teacher_model_name_or_path", "sft.teacher_model_name_or_path"),
+    "ref.model_name_or_path",
+    "algo.distill.teacher_model_name_or_path",
+    "sft.teacher_model_name_or_path",
 )
 """Models other than the actor that have log-probs of text."""
 _NUM_ROWS = 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from made_runs import evaluated, group, make_run, served, write_lines
 
 from vlmrl.observe.lock import run_lock
 from vlmrl.report.page import write_report
-from vlmrl.report.server import LivePage
+from vlmrl.report.server import LivePage, Server
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
@@ -204,10 +205,17 @@ def test_tokens_are_shaded(tmp_path: Path, quiet: Browser) -> None:
     assert "log-prob, engine: -3" in quiet.evaluate("document.querySelectorAll('.tokens span')[1].title")
 
 
+@contextmanager
+def going_on(run: Path, *, follow_s: float) -> Iterator[Server]:
+    """Serve the page of a run that is not finished."""
+    page = LivePage([run], max_mib=15, follow_s=follow_s)
+    with run_lock(run, on_lost=pytest.fail, notify=pytest.fail), served(page) as server:
+        yield server
+
+
 def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path: Path, browser: Browser) -> None:
     run = make_run(tmp_path / "run")
-    page = LivePage([run], max_mib=15, follow_s=4.0)
-    with run_lock(run, on_lost=pytest.fail, notify=pytest.fail), served(page) as server:
+    with going_on(run, follow_s=4.0) as server:
         browser.open(f"{server.url}#curves")
         browser.wait("document.querySelectorAll('.curve').length > 1")
         browser.click(".group summary", "Time")
@@ -224,8 +232,7 @@ def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path: Pat
 
 def test_a_served_page_waits_while_the_reader_types(tmp_path: Path, browser: Browser) -> None:
     run = make_run(tmp_path / "run")
-    page = LivePage([run], max_mib=15, follow_s=0.5)
-    with run_lock(run, on_lost=pytest.fail, notify=pytest.fail), served(page) as server:
+    with going_on(run, follow_s=0.5) as server:
         browser.open(f"{server.url}#rollouts")
         browser.wait("document.querySelector('input[type=search]') !== null")
         browser.evaluate("document.querySelector('input[type=search]').focus()")
