@@ -3,7 +3,6 @@ batch size."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -40,12 +39,11 @@ def sft(model: str, out: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def filled(disk: Path, *, leave: int) -> Path:
-    """Fill the disk as another process would."""
-    filler = disk / "filler"
-    try:
-        filler.write_bytes(bytes(shutil.disk_usage(disk).free - leave))
-    except OSError:  # the run has written meanwhile
-        os.truncate(filler, filler.stat().st_size - leave)
+    """Fill the disk as another process would, but for `leave` bytes; never more, as the run writes meanwhile."""
+    filler, piece = disk / "filler", bytes(2**20)
+    with filler.open("wb", buffering=0) as file:
+        while (free := shutil.disk_usage(disk).free - leave) > 0:
+            file.write(piece[:free])
     return filler
 
 
