@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,6 +48,7 @@ from vlmrl.plugins import Processor, processor_of
 from vlmrl.report.background import BackgroundReport
 from vlmrl.rewards.rewarder import check_functions
 from vlmrl.system.atomic_folders import checkpoints
+from vlmrl.system.masking import Mask
 from vlmrl.system.stops import kill_and_exit
 from vlmrl.system.storage import writing
 from vlmrl.trainer.best_model import read_best
@@ -175,7 +177,7 @@ def run_session(
             log.move_to(folder.log)
         outer.enter_context(run_lock(folder.root, on_lost=lambda line: kill_and_exit(line, 2), notify=print))
         check_folder(config, folder)  # again: another run may have held the lock until now, and written there
-        settings = config.model_dump(mode="json")
+        settings = Mask(os.environ).strings(config.model_dump(mode="json"))  # for trackers
         page = BackgroundReport(folder.root) if logger.report else None
         report = RunReport(
             folder,

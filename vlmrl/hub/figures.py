@@ -55,7 +55,11 @@ def checks(records: Records) -> list[Check]:
     rows = []
     for pattern, statement, worst in _CHECKS:
         figures = {
-            name: _worst(worst, [float(record[name]) for record in records if _is_number(record.get(name))])
+            # Null stands for NaN and infinity, which JSON does not have.
+            name: _worst(
+                worst,
+                [math.nan if record[name] is None else float(record[name]) for record in records if name in record],
+            )
             for name in sorted({name for record in records for name in record if re.fullmatch(pattern, name)})
         }
         if figures:

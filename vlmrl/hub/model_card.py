@@ -59,11 +59,13 @@ def write_cards(config: TrainedBy, run: RunFolder, say: Callable[[str], object])
 
     A card is no reason to fail a run that has its model: an error is said in one line.
     """
-    for part in _parts(config, run):
-        try:
+    what = f"{CARD} of the models in {run.root}"
+    try:
+        for part in _parts(config, run):
+            what = str(part.folder / CARD)
             write_card(config, run, part)
-        except Exception as error:  # whatever is odd about files that a user may have edited
-            say(f"{part.folder / CARD} could not be written: {one_line(error, max_chars=200)}")
+    except Exception as error:  # whatever is odd about files that a user may have edited
+        say(f"{what} could not be written: {one_line(error, max_chars=200)}")
 
 
 def write_card(config: TrainedBy, run: RunFolder, part: _Part) -> None:
@@ -141,7 +143,8 @@ def _metadata(config: TrainedBy, run: RunFolder, part: _Part, base: BaseModel, r
 
 
 def _introduction(config: TrainedBy, run: RunFolder, part: _Part, base: BaseModel, records: figures.Records) -> str:
-    steps, hours = part.step or figures.num_steps(records), figures.hours(records)
+    steps = figures.num_steps(records) if part.step is None else part.step
+    hours = figures.hours(records)
     num_logged, num_steps = logged_steps(records)
     timed = "The run" if num_logged == num_steps else f"The {num_logged:,} logged steps of {num_steps:,}"
     origin = _code(base.name)

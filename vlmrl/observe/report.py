@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -24,12 +25,14 @@ from vlmrl.observe.samples import samples_of_evaluations, samples_of_step
 from vlmrl.observe.sinks import Sink, open_sinks
 from vlmrl.observe.start_times import StartTimes
 from vlmrl.observe.trackers import OnlyNew, Opening, open_trackers
+from vlmrl.system import stops
 from vlmrl.types import Metrics
 
 _DRAW_EVERY = 10
 """Steps between two drawings of curves.png: a drawing takes about a second."""
-_PAGE_LIMIT_S, _PAGE_LIMIT_OF_STOP_S = 60.0, 10.0
-"""Longest wait for the page at the end of a run, and of one that ends before its time: its grace may be short."""
+_LIMIT_S, _LIMIT_OF_STOP_S = 60.0, 10.0
+"""Longest wait for the page, and for each tracker, at the end of a run, and of one that is stopped: its grace may be
+short."""
 
 
 class Page(Protocol):
@@ -76,6 +79,7 @@ class RunReport:
         self._start_times = start_times or StartTimes()
         self._page = page
         self._facts = RunFacts(folder.facts)
+        self._noted: dict[str, Any] = {}
         self._first_step = 1
         self._is_plot_current = True
         self._drawing: Future[None] | None = None
@@ -94,8 +98,6 @@ class RunReport:
         self._progress.__exit__(kind, error, tb)
         for sink in self._sinks:
             self._try(sink.close, f"{type(sink).__name__} did not close")
-        for tracker in self._trackers:
-            self._try(tracker.close, f"{_name(tracker)} did not close")
         if not self._is_plot_current:
             pool = ThreadPoolExecutor(max_workers=1)
             self._drawing = pool.submit(draw_curves, self._folder.metrics, self._folder.curves)
@@ -106,13 +108,27 @@ class RunReport:
     def finish(self, error: BaseException | None = None) -> None:
         """Wait for the last drawing of the plot and the last page, which take seconds where nothing is imported yet.
 
+        Then close the trackers, which may wait for their services: nothing else waits for them.
+
         `error` is what ends the run, when all that follows the report, such as saving on a stop, has added to it.
         """
         if error is not None:
             self._end(error)
         if self._drawing is not None:
             self._is_plot_current = self._try(self._drawing.result, self._plot_failure)
-        self._ask_page(lambda page: page.wait(_PAGE_LIMIT_S if error is None else _PAGE_LIMIT_OF_STOP_S))
+        limit_s = _LIMIT_OF_STOP_S if _is_stop(error) else _LIMIT_S
+        self._ask_page(lambda page: page.wait(limit_s))
+        for tracker in self._trackers:
+            self._close(tracker, limit_s=limit_s)
+        self._trackers.clear()
+
+    def _close(self, tracker: OnlyNew, *, limit_s: float) -> None:
+        failure = f"{_name(tracker)} did not close"
+        thread = threading.Thread(target=self._try, args=(tracker.close, failure), daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            self._say_once(failure, f"within {limit_s:g} s: its last metrics may be lost")
 
     def _end(self, error: BaseException | None) -> None:
         """Note how the run ended, and begin the last page."""
@@ -121,8 +137,11 @@ class RunReport:
             self._ask_page(lambda page: page.finish_soon())
 
     def note(self, **facts: Any) -> None:
-        """Keep facts of the run for its page, such as its placement."""
-        self._try(lambda: self._facts.note(**facts), "facts.json could not be written")
+        """Keep facts of the run for its page, such as its placement. They are written when the run begins: one that
+        cannot resume leaves those of the run as they are."""
+        self._noted |= facts
+        if self._sinks:
+            self._try(lambda: self._facts.note(**self._noted), "facts.json could not be written")
 
     def say(self, message: RenderableType) -> None:
         """Print a message."""
@@ -210,7 +229,7 @@ class RunReport:
 
     def _note_end(self, error: BaseException | None) -> None:
         state: Literal["finished", "stopped", "failed"] = "failed"
-        if error is None or isinstance(error, KeyboardInterrupt):
+        if error is None or _is_stop(error):
             state = "stopped" if error else "finished"
         if self._sinks:
             reason = "" if error is None else str(error) or type(error).__name__
@@ -249,6 +268,11 @@ class RunReport:
         if failure not in self._reported:
             self._progress.say(Text(f"{failure}: {' '.join(reason.split())[:300]}"))
         self._reported.add(failure)
+
+
+def _is_stop(error: BaseException | None) -> bool:
+    """Whether a run ends because it was asked to. The signal may have ended roles first."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or stops.is_stopping())
 
 
 def _name(sink: Sink | OnlyNew) -> str:

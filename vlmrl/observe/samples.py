@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
+
+from vlmrl.system.masking import Mask
 
 _MAX_CHARS = 2000
 _MAX_IMAGES = 4
@@ -15,7 +18,7 @@ COLUMNS = ("prompt", "label", "response", "score", "advantage", "tokens", "image
 
 
 class Sample(NamedTuple):
-    """A response with its prompt. The text is untrusted: sinks must not show it as markup."""
+    """A response with its prompt, without secrets. The text is untrusted: sinks must not show it as markup."""
 
     prompt: str
     label: str
@@ -48,18 +51,19 @@ def _read(file: Path, num_prompts: int) -> list[Sample]:
         return []
     with file.open(encoding="utf-8") as lines:
         groups = [json.loads(line) for line in islice(lines, num_prompts)]
-    return [sample for group in groups for sample in _extremes(group, file.parent / "media")]
+    mask = Mask(os.environ)
+    return [sample for group in groups for sample in _extremes(group, file.parent / "media", mask)]
 
 
-def _extremes(group: Mapping[str, Any], media: Path) -> Iterator[Sample]:
+def _extremes(group: Mapping[str, Any], media: Path, mask: Mask) -> Iterator[Sample]:
     # Those without a score come last.
     responses = sorted(group["responses"], key=lambda response: -_number(response.get("score"), -float("inf")))
     images = tuple(path for name in group["images"][:_MAX_IMAGES] if (path := media / f"{name}.png").is_file())
     for response in responses if len(responses) < 3 else (responses[0], responses[-1]):
         yield Sample(
-            prompt=_cut(group["prompt"]),
-            label=_cut(group["label"]),
-            response=_cut(response["text"]),
+            prompt=_cut(group["prompt"], mask),
+            label=_cut(group["label"], mask),
+            response=_cut(response["text"], mask),
             score=response.get("score"),
             advantage=response.get("advantage"),
             tokens=response["tokens"],
@@ -71,6 +75,6 @@ def _number(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _cut(text: object) -> str:
-    whole = "" if text is None else str(text)
+def _cut(text: object, mask: Mask) -> str:
+    whole: str = "" if text is None else mask.strings(str(text))
     return whole if len(whole) <= _MAX_CHARS else f"{whole[:_MAX_CHARS]} ... ({len(whole)} characters)"

@@ -19,7 +19,9 @@ _SHARE = 0.02
 class BackgroundReport:
     """The report of a run that goes on. Its failures are returned, never raised."""
 
-    def __init__(self, folder: Path, *, command: tuple[str, ...] = (sys.executable, "-m", "vlmrl.report")) -> None:
+    def __init__(
+        self, folder: Path, *, command: tuple[str, ...] = (sys.executable, "-P", "-m", "vlmrl.report")
+    ) -> None:
         self._folder = folder
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None

@@ -32,10 +32,16 @@ class Headline(NamedTuple):
 def headlines(run: Run) -> list[Headline]:
     """The figures that say whether the run learns, the most important first.
 
-    A run that does not train has them once, and without a step.
+    A run that does not train has them once, and without a step: its steps are batches, whose order means nothing.
     """
     found = _headlines(run)
-    return found if run.trains else [headline._replace(now_label="") for headline in found]
+    if run.trains:
+        return found
+    over_all = series(run.records, "generate/reward")
+    if over_all:
+        _, reward = over_all[-1]
+        found = [head._replace(now=reward) if head.metric == "reward/mean" else head for head in found]
+    return [head._replace(before=None, before_label="", now_label="") for head in found]
 
 
 def _headlines(run: Run) -> list[Headline]:

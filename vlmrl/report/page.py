@@ -20,11 +20,11 @@ from vlmrl.observe.registry import describe, metrics
 from vlmrl.report.checks import checks
 from vlmrl.report.curves import curves
 from vlmrl.report.embedding import embedded, embedded_size
-from vlmrl.report.masking import Mask
 from vlmrl.report.overview import headlines, phases, tokens_per_s
 from vlmrl.report.rollouts import shown_rollouts
 from vlmrl.report.run import Run, names_of, read_run
 from vlmrl.report.symptoms import symptoms
+from vlmrl.system.masking import Mask
 
 _ASSETS = files("vlmrl.report") / "assets"
 _SCRIPTS = ("dom", "charts", "overview", "curves", "conversation", "rollouts", "settings", "start")

@@ -10,10 +10,10 @@ from typing import Any
 
 from vlmrl.report.embedding import embedded_size
 from vlmrl.report.followed import followed_prompts, worths
-from vlmrl.report.masking import Mask
 from vlmrl.report.pictures import Pictures
 from vlmrl.report.shown_groups import ShownGroup, shown_group
 from vlmrl.report.transcript_lines import TRAINING, TranscriptFile, read_groups, transcript_files
+from vlmrl.system.masking import Mask
 
 MAX_STEPS = 40
 """Training steps of which responses are shown."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vlmrl.report.curves import shortened
-from vlmrl.report.masking import Mask, mask_urls
 from vlmrl.report.transcript_lines import Group, Message, Response, TranscriptFile
+from vlmrl.system.masking import Mask, mask_urls
 
 _MAX_CHARS = 12_000
 """A longer text is shown without its middle."""
@@ -44,7 +44,7 @@ def shown_group(file: TranscriptFile, group: Group, mask: Mask) -> ShownGroup:
         "set": file.set,
         "step": file.step,
         "index": group.index,
-        "source": mask_urls(mask.text(group.source)),
+        "source": _clipped(group.source, mask),
         "prompt": _clipped(group.prompt, mask),
         "label": None if group.label is None else _clipped(group.label, mask),
         "images": group.images,
@@ -68,7 +68,7 @@ def _response(response: Response, mask: Mask) -> dict[str, Any]:
         "tokens": response.tokens,
         "finish": response.finish_reason,
         "failure": response.failure,
-        "problem": None if response.problem is None else mask_urls(_clipped(response.problem, mask)),
+        "problem": None if response.problem is None else _clipped(response.problem, mask),
         "version": response.version,
         "stop": None if response.stop is None else _clipped(response.stop, mask),
         "messages": [_message(message, mask) for message in _without_middle(response.messages)],
@@ -114,7 +114,7 @@ def _is_number_or_null(value: Any) -> bool:
 
 def _clipped(text: str, mask: Mask) -> str:
     """The text without secrets, and without the middle if it is long."""
-    text = mask.text(text)
+    text = mask_urls(mask.text(text))
     left_out = len(text) - _MAX_CHARS
     if left_out <= 0:
         return text

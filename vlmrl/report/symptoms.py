@@ -51,7 +51,7 @@ def _first(records: Records, name: str) -> float | None:
 def _entropy(records: Records) -> Symptom | None:
     first, now = _first(records, "policy/entropy"), _recent(records, "policy/entropy")
     reward = [value for _, value in series(records, "reward/mean")]
-    if not reward or first is None or now is None or now > 0.1 * first:
+    if not reward or first is None or now is None or not 0.0 <= now <= 0.1 * first or first <= 0.0:
         return None
     return Symptom(
         f"Entropy fell from {first:.2g} to {now:.2g}: responses to a prompt are nearly the same.",

@@ -23,8 +23,9 @@ def is_secret(name: str) -> bool:
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
     """Return the values of the variables that hold secrets, longest first: one may contain another."""
-    values = {value for name, value in environment.items() if is_secret(name) and len(value) >= _MIN_CHARS}
-    return sorted(values, key=lambda value: (-len(value), value))
+    # A value that was read from a file may end with a line break, which no text repeats.
+    values = {value.strip() for name, value in environment.items() if is_secret(name)}
+    return sorted((value for value in values if len(value) >= _MIN_CHARS), key=lambda value: (-len(value), value))
 
 
 def hide_secrets(environment: MutableMapping[str, str], *, keep: Collection[str]) -> None:

@@ -11,9 +11,9 @@ from made_runs import evaluated, group, image_name, make_run, save_image, write_
 
 from vlmrl.report.embedding import embedded_size
 from vlmrl.report.followed import followed_prompts
-from vlmrl.report.masking import Mask
 from vlmrl.report.rollouts import MAX_STEPS, evenly, shown_rollouts
 from vlmrl.report.transcript_lines import TRAINING, read_groups, transcript_files
+from vlmrl.system.masking import Mask
 
 
 def test_steps_are_the_first_the_last_and_some_evenly_between() -> None:

@@ -39,7 +39,7 @@ def test_no_other_name_is_a_secret(name: str) -> None:
 
 
 def test_values_of_secrets_come_longest_first_without_short_ones() -> None:
-    environment = {"MY_KEY": "abcdef", "HF_TOKEN": "abcdefgh", "GITHUB_PAT": "true", "PATH": "/usr/local/bin"}
+    environment = {"MY_KEY": "abcdef", "HF_TOKEN": "abcdefgh\n", "GITHUB_PAT": "true", "PATH": "/usr/local/bin"}
     assert secret_values(environment) == ["abcdefgh", "abcdef"]
 
 

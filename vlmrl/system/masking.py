@@ -1,4 +1,4 @@
-"""Keep secrets out of the page: those of the environment, and those in URLs."""
+"""Keep secrets out of what people and services are shown: those of the environment, and those in URLs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mask_urls(text: str) -> str:
 
 
 class Mask:
-    """Replaces the values of environment variables that hold secrets, in text before it becomes part of the page.
+    """Replaces the values of environment variables that hold secrets, in text before it becomes part of a page.
 
     Names and numbers stay: a secret that equals one would break the page, and does not show that it is a secret.
     """

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vlmrl.report.masking import Mask, mask_urls
+from vlmrl.system.masking import Mask, mask_urls
 
 
 @pytest.mark.parametrize(
