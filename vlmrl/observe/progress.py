@@ -220,7 +220,7 @@ class Progress:
             curve=self._curve,
             evaluations={name: (values, self._results(name)) for name, values in histories.items()},
             checks=self._checks.lines(),
-            numbers=self._numbers(besides={"sync/logprob_diff_max", self._curve.name if self._curve else ""}),
+            numbers=self._numbers(besides={self._curve.name if self._curve else ""}),
             warnings=self._warnings,
         )
         return panel.draw(view, width=self._console.width, is_unicode=self._console.encoding.startswith("utf"))

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from vlmrl.config.ckpt import Logger
 from vlmrl.errors import StorageError
-from vlmrl.observe.facts import RunFacts
+from vlmrl.observe.facts import RunEnd, RunFacts
 from vlmrl.observe.plots import draw_curves
 from vlmrl.observe.progress import Progress
 from vlmrl.observe.run_folder import RunFolder
@@ -81,6 +81,8 @@ class RunReport:
         self._facts = RunFacts(folder.facts)
         self._noted: dict[str, Any] = {}
         self._first_step = 1
+        self._unwritten: tuple[int, Metrics] | None = None
+        """The last step, if `logger.logging_steps` passes over it: the last one of a run is written."""
         self._is_plot_current = True
         self._drawing: Future[None] | None = None
         """The last drawing of the plot, in a thread."""
@@ -96,6 +98,8 @@ class RunReport:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._disk_failed = isinstance(error, StorageError)
         self._progress.__exit__(kind, error, tb)
+        if self._unwritten is not None:
+            self._try(partial(self._write, *self._unwritten), "the metrics of the last step could not be written")
         for sink in self._sinks:
             self._try(sink.close, f"{type(sink).__name__} did not close")
         if not self._is_plot_current:
@@ -116,15 +120,15 @@ class RunReport:
             self._end(error)
         if self._drawing is not None:
             self._is_plot_current = self._try(self._drawing.result, self._plot_failure)
-        limit_s = _LIMIT_OF_STOP_S if _is_stop(error) else _LIMIT_S
+        limit_s = _LIMIT_OF_STOP_S if _end_of(error) == "stopped" else _LIMIT_S
         self._ask_page(lambda page: page.wait(limit_s))
         for tracker in self._trackers:
-            self._close(tracker, limit_s=limit_s)
+            self._close(tracker, _end_of(error), limit_s=limit_s)
         self._trackers.clear()
 
-    def _close(self, tracker: OnlyNew, *, limit_s: float) -> None:
+    def _close(self, tracker: OnlyNew, end: RunEnd, *, limit_s: float) -> None:
         failure = f"{_name(tracker)} did not close"
-        thread = threading.Thread(target=self._try, args=(tracker.close, failure), daemon=True)
+        thread = threading.Thread(target=self._try, args=(partial(tracker.close, end), failure), daemon=True)
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
@@ -183,6 +187,8 @@ class RunReport:
         evaluated = any(name.startswith("eval/") for name in metrics)
         if step % self._logger.logging_steps == 0 or evaluated:
             self._write(step, metrics)
+        else:
+            self._unwritten = step, metrics
         is_sampled = self._logger.sample_steps > 0 and step % self._logger.sample_steps == 0
         if is_sampled or evaluated:
             self._write_samples(step, of_step=is_sampled and self._logger.rollouts, of_evaluations=evaluated)
@@ -200,6 +206,7 @@ class RunReport:
             self._write_samples(step, of_step=False, of_evaluations=True)
 
     def _write(self, step: int, metrics: Metrics) -> None:
+        self._unwritten = None
         metrics = metrics | self._start_times.take()
         for sink in self._sinks:
             sink.write(step, metrics)
@@ -211,11 +218,12 @@ class RunReport:
     def _write_samples(self, step: int, *, of_step: bool, of_evaluations: bool) -> None:
         """Send some responses to TensorBoard and the trackers."""
         num_prompts = self._logger.num_samples
+        sinks: list[Sink | OnlyNew] = [*self._sinks, *self._trackers]
         samples = samples_of_evaluations(self._folder.rollouts, step, num_prompts=num_prompts) if of_evaluations else {}
         if of_step:
             samples = {"train": samples_of_step(self._folder.rollouts, step, num_prompts=num_prompts)} | samples
         for name, rows in samples.items():
-            for sink in (*self._sinks, *self._trackers) if rows else ():
+            for sink in sinks if rows else ():
                 self._try(partial(sink.write_samples, step, name, rows), f"{_name(sink)} did not take responses")
 
     def _open_trackers(self, *, resumes: bool) -> list[OnlyNew]:
@@ -228,12 +236,9 @@ class RunReport:
             )
 
     def _note_end(self, error: BaseException | None) -> None:
-        state: Literal["finished", "stopped", "failed"] = "failed"
-        if error is None or _is_stop(error):
-            state = "stopped" if error else "finished"
         if self._sinks:
             reason = "" if error is None else str(error) or type(error).__name__
-            self._try(lambda: self._facts.end(state, reason), "facts.json could not be written")
+            self._try(lambda: self._facts.end(_end_of(error), reason), "facts.json could not be written")
 
     def _ask_page(self, ask: Callable[[Page], str | None]) -> None:
         """Ask for a page, if the run writes one; print once why it could not be made."""
@@ -270,9 +275,11 @@ class RunReport:
         self._reported.add(failure)
 
 
-def _is_stop(error: BaseException | None) -> bool:
-    """Whether a run ends because it was asked to. The signal may have ended roles first."""
-    return error is not None and (isinstance(error, KeyboardInterrupt) or stops.is_stopping())
+def _end_of(error: BaseException | None) -> RunEnd:
+    """Return how a run ends with this error. The signal of a stop may have ended roles first."""
+    if error is None:
+        return "finished"
+    return "stopped" if isinstance(error, KeyboardInterrupt) or stops.is_stopping() else "failed"
 
 
 def _name(sink: Sink | OnlyNew) -> str:

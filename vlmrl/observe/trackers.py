@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from vlmrl.errors import ConfigError
+from vlmrl.observe.facts import RunEnd
 from vlmrl.observe.samples import COLUMNS, Sample
 from vlmrl.observe.sent import Sent
 from vlmrl.types import Metrics
@@ -34,8 +35,8 @@ class Tracker(Protocol):
     def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
         """Send responses; `name` is `train` or an evaluation set."""
 
-    def close(self) -> None:
-        """Send the rest, and close."""
+    def close(self, end: RunEnd) -> None:
+        """Send the rest, and mark the run with its end."""
 
 
 class Service(NamedTuple):
@@ -110,8 +111,8 @@ class WandbTracker:
         pictures = [self._wandb.Image(os.fspath(path)) for path in paths]
         self._run.log({f"samples/{name}": table, f"samples/{name}/images": pictures, "step": step})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, end: RunEnd) -> None:
+        self._run.finish(exit_code=0 if end == "finished" else 1)
 
 
 class MlflowTracker:
@@ -147,9 +148,10 @@ class MlflowTracker:
         for path in dict.fromkeys(path for sample in samples for path in sample.images):
             self._client.log_artifact(self._id, os.fspath(path), "samples/images")
 
-    def close(self) -> None:
+    def close(self, end: RunEnd) -> None:
         self._mlflow.flush_async_logging()
-        self._client.set_terminated(self._id)
+        states = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+        self._client.set_terminated(self._id, status=states[end])
 
 
 class TrackioTracker:
@@ -179,8 +181,8 @@ class TrackioTracker:
             rows.append([*texts, [self._trackio.Image(os.fspath(path)) for path in sample.images]])
         self._run.log({f"samples/{name}": self._trackio.Table(columns=list(COLUMNS), data=rows)}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, end: RunEnd) -> None:
+        self._run.finish()  # it knows no other end
 
 
 class SwanlabTracker:
@@ -211,8 +213,11 @@ class SwanlabTracker:
         images = [self._swanlab.Image(os.fspath(path)) for path in paths]
         self._run.log({f"samples/{name}": texts} | ({f"samples/{name}/images": images} if images else {}), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, end: RunEnd) -> None:
+        if end == "finished":
+            self._run.finish()
+        else:
+            self._run.finish(state="aborted" if end == "stopped" else "crashed", error=f"the run {end}")
 
 
 class OnlyNew:
@@ -236,8 +241,8 @@ class OnlyNew:
         if sent is not None and not any(metric.startswith(mark) for metric in sent):
             self.tracker.write_samples(step, name, samples)
 
-    def close(self) -> None:
-        self.tracker.close()
+    def close(self, end: RunEnd) -> None:
+        self.tracker.close(end)
 
 
 def check_trackers(logger: Logger) -> None:

@@ -28,6 +28,8 @@ class BackgroundReport:
         self._errors: IO[bytes] | None = None
         self._begun_at = 0.0
         self._next_at = 0.0
+        self._failure: str | None = None
+        """Why the last process could not start."""
 
     def refresh(self) -> str | None:
         """Begin to write the report, unless it is being written or was a short time ago.
@@ -37,7 +39,7 @@ class BackgroundReport:
         failure = self._collect()
         if self._process is None and time.monotonic() >= self._next_at:
             self._begin()
-        return failure
+        return failure or self._failure
 
     def finish_soon(self) -> None:
         """Begin the last report. One that is being written is older than the run's last lines, and ends."""
@@ -47,7 +49,7 @@ class BackgroundReport:
     def wait(self, timeout_s: float) -> str | None:
         """Wait for the last report. Returns why it failed, or None."""
         if self._process is None:
-            return None
+            return self._failure
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         if self._process.poll() is None:
@@ -57,6 +59,7 @@ class BackgroundReport:
 
     def _begin(self) -> None:
         self._begun_at = time.monotonic()
+        self._failure = None
         try:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (the process outlives this call)
             self._process = subprocess.Popen(
@@ -66,7 +69,8 @@ class BackgroundReport:
                 stderr=self._errors,
                 start_new_session=True,  # Ctrl-C is for the run, which then has the last report written
             )
-        except OSError:  # no process, memory or temporary folder left: the next one may succeed
+        except OSError as error:  # no process, memory or temporary folder left: the next one may succeed
+            self._failure = f"its process could not start: {error}"
             self._close()
 
     def _collect(self) -> str | None:

@@ -17,7 +17,7 @@ def drawn(*, width: int = 100, is_unicode: bool = True, **changes: object) -> li
         phase=panel.Phase("rollout", 97, 128, "5 s"),
         curve=panel.Curve("reward/mean", "reward", [0.25, 0.5, 1.0]),
         evaluations={"math: pass@1": ([0.42, 0.7], "42.0% at step 0 -> 70.0% at step 10")},
-        checks=["engine = trainer (largest gap 1.2e-06)", "images are seen"],
+        checks=["engine = trainer (mean gap 1.2e-06)", "images are seen"],
         numbers=["loss 0.01", "tokens/s 1,234"],
         warnings=["reward/failed_infrastructure 3: see logs/rewards.log"],
     )
@@ -37,7 +37,7 @@ def test_the_panel_shows_phase_curves_checks_and_time() -> None:
     assert lines[3:-1] == [
         "reward ▁▃█ 0.250 -> 1.000",
         "math: pass@1 ▁█ 42.0% at step 0 -> 70.0% at step 10",
-        "checks ✓ engine = trainer (largest gap 1.2e-06) ✓ images are seen",
+        "checks ✓ engine = trainer (mean gap 1.2e-06) ✓ images are seen",
         "now loss 0.01 tokens/s 1,234",
         "look at reward/failed_infrastructure 3: see logs/rewards.log",
     ]
@@ -47,7 +47,7 @@ def test_the_panel_shows_phase_curves_checks_and_time() -> None:
 def test_a_terminal_without_unicode_gets_letters() -> None:
     lines = drawn(is_unicode=False)
     assert "reward _-# 0.250 -> 1.000" in lines
-    assert "checks ok: engine = trainer (largest gap 1.2e-06) ok: images are seen" in lines
+    assert "checks ok: engine = trainer (mean gap 1.2e-06) ok: images are seen" in lines
 
 
 def test_text_of_users_is_no_markup() -> None:
@@ -81,14 +81,21 @@ def test_a_sparkline_goes_from_the_smallest_to_the_largest_value(values: list[fl
 def test_the_worst_figure_of_each_check_is_shown() -> None:
     checks = panel.Checks()
     assert checks.lines() == []
-    checks.add({"sync/logprob_diff_max": 2e-6, "verify/images/engine_effect": 0.5, "sync/readback_layers": 9.0})
-    checks.add({"sync/logprob_diff_max": 1e-6, "verify/adapters/gap": 3e-7, "reward/mean": 1.0})
+    checks.add({"sync/logprob_diff_mean": 2e-6, "verify/images/engine_effect": 0.5, "sync/readback_layers": 9.0})
+    checks.add({"sync/logprob_diff_mean": 1e-6, "verify/adapters/gap": 3e-7, "reward/mean": 1.0})
     assert checks.lines() == [
-        "engine = trainer (largest gap 2.0e-06)",
+        "engine = trainer (mean gap 2.0e-06)",
         "images are seen",
         "adapters arrived (gap 3.0e-07)",
         "weights read back",
     ]
+
+
+def test_engine_and_trainer_that_differ_are_not_shown_as_equal() -> None:
+    checks = panel.Checks()
+    checks.add({"sync/logprob_diff_mean": 0.4, "sync/readback_layers": 9.0})
+    checks.add({"sync/logprob_diff_mean": 1e-3})
+    assert checks.lines() == ["weights read back"]
 
 
 def test_the_curve_of_a_run_is_its_reward_else_its_loss() -> None:

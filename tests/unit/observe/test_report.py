@@ -3,20 +3,29 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_disk import small_disk
 
 from vlmrl.config.ckpt import Logger
 from vlmrl.errors import StorageError
+from vlmrl.observe.facts import RunEnd
 from vlmrl.observe.report import RunReport, save_table
 from vlmrl.observe.run_folder import RunFolder
+from vlmrl.observe.samples import Sample
+from vlmrl.observe.sent import Sent
 from vlmrl.observe.sinks import read_metrics
 from vlmrl.observe.start_times import StartTimes
+from vlmrl.observe.trackers import OnlyNew
+from vlmrl.report.run_files import read_facts
+from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
+from vlmrl.types import Metrics
 
 
 @contextmanager
@@ -62,6 +71,89 @@ def test_every_nth_step_and_every_evaluation_is_written(tmp_path: Path) -> None:
         report.step(2, {"reward/mean": 0.0})
         report.step(3, {"reward/mean": 0.0, "eval/toy/pass@1": 0.2})
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the cause")])
+def test_the_last_step_is_written_whatever_the_interval(tmp_path: Path, error: Exception | None) -> None:
+    with suppress(RuntimeError), make_report(tmp_path, logging_steps=10) as report:
+        report.begin(total_steps=25, done=0)
+        for step in range(1, 26):
+            report.step(step, {"reward/mean": step / 25})
+        if error is not None:
+            raise error
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [10, 20, 25]
+    assert records[-1]["reward/mean"] == 1
+
+
+def test_a_run_that_does_not_begin_leaves_the_facts_of_the_earlier_one(tmp_path: Path) -> None:
+    with make_report(tmp_path) as report:
+        report.note(unit="GPUs")
+        report.begin(total_steps=3, done=0)
+    facts = read_facts(tmp_path / "facts.json")
+    assert facts["unit"] == "GPUs"
+    with suppress(RuntimeError), make_report(tmp_path) as report:
+        report.note(unit="cores")
+        raise RuntimeError("the checkpoint cannot be read")
+    assert read_facts(tmp_path / "facts.json") == facts
+
+
+@pytest.mark.parametrize(
+    ("error", "is_stopping", "end"),
+    [
+        (None, False, "finished"),
+        (Stopped(signal.SIGTERM), True, "stopped"),
+        (RuntimeError("a role died of the signal"), True, "stopped"),
+        (RuntimeError("out of memory"), False, "failed"),
+    ],
+)
+def test_trackers_are_closed_last_and_know_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, is_stopping: bool, end: str
+) -> None:
+    monkeypatch.setattr(stops, "is_stopping", lambda: is_stopping)
+    events: list[str] = []
+    report = RunReport(RunFolder(tmp_path), logger=Logger(), config={}, title="test")
+    tracker = SimpleNamespace(write=lambda *step: None, close=events.append)
+    with suppress(RuntimeError, KeyboardInterrupt), report:
+        report.begin(total_steps=1, done=0)
+        report._trackers = [tracker]  # type: ignore[list-item]
+        report.step(1, {"reward/mean": 0.5})
+        if error is not None:
+            raise error
+    events.append("saved")
+    report.finish(error)
+    assert events == ["saved", end]
+    assert read_facts(tmp_path / "facts.json")["end"]["state"] == end
+
+
+def test_a_tracker_whose_service_does_not_answer_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vlmrl.observe.report._LIMIT_S", 0.1)
+    report = RunReport(RunFolder(tmp_path), logger=Logger(), config={}, title="test")
+    answer = threading.Event()
+    with report:
+        report.begin(total_steps=1, done=0)
+        report._trackers = [OnlyNew(Silent(answer), Sent(tmp_path / "sent.json", resumes=False))]
+    report.finish()
+    answer.set()
+    assert "Silent did not close: within 0.1 s: its last metrics may be lost" in capsys.readouterr().out
+
+
+class Silent:
+    """A tracker that waits for its service at its end."""
+
+    def __init__(self, answer: threading.Event) -> None:
+        self._answer = answer
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        pass
+
+    def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+        pass
+
+    def close(self, end: RunEnd) -> None:
+        self._answer.wait(60)
 
 
 def test_a_resumed_run_writes_no_step_twice(tmp_path: Path) -> None:

@@ -37,17 +37,21 @@ class FakeWandb:
         self.logged: list[dict[str, Any]] = []
         self.axes: list[tuple[str, dict[str, Any]]] = []
         self.failure: Exception | None = None
+        self.ended: list[int] = []
 
     def init(self, **settings: Any) -> Any:
         if self.failure is not None:
             raise self.failure
         self.runs.append(settings)
-        return SimpleNamespace(log=self._log, finish=lambda: None, define_metric=self._define)
+        return SimpleNamespace(log=self._log, finish=self._finish, define_metric=self._define)
 
     def _log(self, metrics: dict[str, Any]) -> None:
         if self.failure is not None:
             raise self.failure
         self.logged.append(metrics)
+
+    def _finish(self, exit_code: int) -> None:
+        self.ended.append(exit_code)
 
     def _define(self, name: str, **options: Any) -> None:
         self.axes.append((name, options))
@@ -81,7 +85,7 @@ def write_transcripts(folder: Path) -> None:
         (folder / "rollouts" / f"{name}.jsonl").write_text(line + "\n")
 
 
-def run(folder: Path, package: str, *, done: int = 0, last: int = 3) -> None:
+def run(folder: Path, package: str, *, done: int = 0, last: int = 3, error: BaseException | None = None) -> None:
     write_transcripts(folder)
     report = RunReport(RunFolder(folder), logger=logger(package), config={"a": {"b": 1}}, title="test")
     with report:
@@ -92,7 +96,7 @@ def run(folder: Path, package: str, *, done: int = 0, last: int = 3) -> None:
             loss = math.nan if step == 1 else 0.1
             evaluation = {"eval/toy/pass@1": 0.5} if step == 2 else {}
             report.step(step, {"reward/mean": step / 4, "policy/loss": loss} | evaluation)
-    report.finish()
+    report.finish(error)
 
 
 @pytest.mark.parametrize("package", SETTINGS)
@@ -135,6 +139,7 @@ def test_wandb_gets_metrics_samples_and_the_step_as_axis(tmp_path: Path, wandb: 
     table = plain[2]["samples/train"]
     assert table.data[0] == (2, "How many?", "3", f"{HOSTILE} 1", 1.0, 0.5, 7, "a.png")
     assert ("*", {"step_metric": "step"}) in wandb.axes
+    assert wandb.ended == [0]
     assert "secret" not in str(wandb.runs)
 
 
@@ -224,8 +229,10 @@ def test_real_mlflow_takes_a_run_and_its_resume(tmp_path: Path) -> None:
     client, number = mlflow.MlflowClient(), (tmp_path / "run" / "mlflow_id").read_text().strip()
     history = {metric.step: metric.value for metric in client.get_metric_history(number, "reward/mean")}
     assert history == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
-    assert {m.step: m.value for m in client.get_metric_history(number, "eval/toy/pass_1")} == {1: 0.25, 2: 0.5}
+    assert {m.step: m.value for m in client.get_metric_history(number, "eval/toy/pass_1")} == {2: 0.5}
     assert client.get_run(number).info.status == "FINISHED"
+    run(tmp_path / "run", "mlflow", done=4, last=5, error=KeyboardInterrupt())
+    assert client.get_run(number).info.status == "KILLED"
     names = [file.path for file in client.list_artifacts(number, "samples")]
     assert "samples/train_step_000002.json" in names
     assert "samples/images" in names
@@ -241,7 +248,7 @@ def test_real_trackio_takes_a_run_and_its_resume(tmp_path: Path) -> None:
     logged = [(step, json.loads(metrics)) for _, step, metrics in rows]
     assert {name for name, _, _ in rows} == {"run"}
     assert [step for step, metrics in logged if "reward/mean" in metrics] == [1, 2, 3, 4]
-    assert [step for step, metrics in logged if "eval/toy/pass@1" in metrics] == [2, 1]
+    assert [step for step, metrics in logged if "eval/toy/pass@1" in metrics] == [2]
     (table,) = [metrics["samples/train"] for _, metrics in logged if "samples/train" in metrics]
     assert table["_value"][0]["response"].startswith("````\n</script>"), "its tables show Markdown"
 
@@ -250,7 +257,7 @@ def test_real_trackio_takes_a_run_and_its_resume(tmp_path: Path) -> None:
 def test_real_swanlab_takes_a_run_and_its_resume(tmp_path: Path) -> None:
     pytest.importorskip("swanlab")
     run(tmp_path / "run", "swanlab")
-    run(tmp_path / "run", "swanlab", done=1, last=4)
+    run(tmp_path / "run", "swanlab", done=1, last=4, error=RuntimeError("out of memory"))
     folders = list((tmp_path / "run" / "swanlog").glob("run-*"))
     assert len(folders) == 2
     assert any((folder / "media" / "image").exists() for folder in folders)

@@ -41,6 +41,17 @@ def test_a_report_that_hangs_is_ended(tmp_path: Path) -> None:
     assert time.monotonic() - started < 10
 
 
+def test_a_process_that_cannot_start_is_a_failure_and_the_next_one_may_start(tmp_path: Path) -> None:
+    missing = tmp_path / "python"
+    report = BackgroundReport(tmp_path, command=(str(missing), "-c", ""))
+    reason = f"its process could not start: [Errno 2] No such file or directory: '{missing}'"
+    assert report.refresh() == reason
+    assert report.wait(1) == reason
+    missing.symlink_to(sys.executable)
+    assert report.refresh() is None
+    assert report.wait(30) is None
+
+
 def test_a_report_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
     code = f"import time; time.sleep(0.2); open({str(tmp_path / 'count')!r}, 'a').write('x')"
     report = BackgroundReport(tmp_path, command=script(code))
