@@ -16,6 +16,7 @@ from rich.text import Text
 from vlmrl.observe import panel
 from vlmrl.observe.metrics import accuracies, evaluated_sets
 from vlmrl.observe.terminal import LiveDisplay, open_console
+from vlmrl.system import stops
 from vlmrl.system.plain_text import print_line
 from vlmrl.types import Metrics
 
@@ -210,7 +211,7 @@ class Progress:
         """Draw the panel; called by the thread that redraws."""
         histories = {name: [value for _, value in list(results)] for name, results in list(self._evaluations.items())}
         view = panel.View(
-            title=self._title,
+            title=f"{self._title} is stopping" if stops.is_stopping() else self._title,
             place=self._place,
             elapsed=_duration(self._clock() - self._created),
             step=self._step,

@@ -219,9 +219,12 @@ class RunReport:
         """Send some responses to TensorBoard and the trackers."""
         num_prompts = self._logger.num_samples
         sinks: list[Sink | OnlyNew] = [*self._sinks, *self._trackers]
-        samples = samples_of_evaluations(self._folder.rollouts, step, num_prompts=num_prompts) if of_evaluations else {}
+        samples = {}
         if of_step:
-            samples = {"train": samples_of_step(self._folder.rollouts, step, num_prompts=num_prompts)} | samples
+            samples["train"] = samples_of_step(self._folder.rollouts, step, num_prompts=num_prompts)
+        if of_evaluations:
+            evaluated = samples_of_evaluations(self._folder.rollouts, step, num_prompts=num_prompts)
+            samples |= {f"eval/{name}": rows for name, rows in evaluated.items()}
         for name, rows in samples.items():
             for sink in sinks if rows else ():
                 self._try(partial(sink.write_samples, step, name, rows), f"{_name(sink)} did not take responses")

@@ -38,7 +38,7 @@ class Sink(Protocol):
         """Store one step's metrics; they outlive this process once the call returns."""
 
     def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
-        """Store some responses of a step; `name` is `train` or an evaluation set."""
+        """Store some responses of a step; `name` is `train`, or `eval/` with an evaluation set."""
 
     def close(self) -> None:
         """Close the sink."""

@@ -33,7 +33,7 @@ class Tracker(Protocol):
         """Send metrics of a step; they are finite."""
 
     def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
-        """Send responses; `name` is `train` or an evaluation set."""
+        """Send responses; `name` is `train`, or `eval/` with an evaluation set."""
 
     def close(self, end: RunEnd) -> None:
         """Send the rest, and mark the run with its end."""
@@ -236,7 +236,7 @@ class OnlyNew:
             self._sent.note(step, new)
 
     def write_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
-        mark = "reward/mean" if name == "train" else f"eval/{name}/"
+        mark = "reward/mean" if name == "train" else f"{name}/"
         sent = self._sent.earlier(step)
         if sent is not None and not any(metric.startswith(mark) for metric in sent):
             self.tracker.write_samples(step, name, samples)

@@ -245,6 +245,8 @@ class RunCheckpoints:
         """Save the last step, unless `ckpt.save_on_stop` forbids it; return the stop with where to resume from."""
         last = "before its first step was finished" if self.last_step is None else f"after step {self.last_step.step}"
         if self.config.ckpt.saves_on_stop:
+            if self.last_step is not None:
+                self.report.say(f"stopping: step {self.last_step.step} is saved first")
             try:
                 self.save_last_step()
             except VlmrlError as error:  # a full disk, or a rank that the same signal has ended: still a stop

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmrl.observe.progress import Progress, _duration
+from vlmrl.system import stops
 
 
 class Clock:
@@ -134,6 +135,15 @@ def test_a_terminal_shows_the_phase_and_its_progress() -> None:
     for part in ("vlmrl rl", "1/10", "97/128", "5 s", "left 1 min 30 s", "0.500", "70.0% at step 1"):
         assert part in shown
     assert "step 1/10  reward" not in shown, "a panel replaces the lines"
+
+
+def test_a_terminal_shows_that_the_run_is_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, _, out = made(is_terminal=True)
+    with progress:
+        progress.begin(total_steps=10)
+        monkeypatch.setattr(stops, "is_stopping", lambda: True)
+        progress.say(progress._render())
+    assert "vlmrl rl is stopping" in out.getvalue()
 
 
 def test_a_terminal_shows_the_start_before_the_first_step() -> None:

@@ -42,7 +42,7 @@ def written_metrics() -> set[str]:
                 elif isinstance(node, ast.JoinedStr):
                     result.add("".join(p.value if isinstance(p, ast.Constant) else "*" for p in node.values))  # type: ignore[misc]
     names = {name for name in result - _NO_METRICS if re.fullmatch(r"([a-z]+|\*)(/[a-z0-9_@*]+)+", name)}
-    names = {name for name in names if not name.startswith("samples/")}  # tables and images
+    names = {name for name in names if not name.startswith("samples/") and name != "eval/*"}  # tables and images
     spread = {f"{area}{name[1:]}" for name in names if name.startswith("*/") for area in ("policy", "value", "rm")}
     measured = {f"time/{phase}_s" for phase in phases()}
     return ({name for name in names if not name.startswith("*/")} - _COMPUTED) | spread | measured

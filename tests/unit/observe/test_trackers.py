@@ -133,7 +133,7 @@ def test_wandb_gets_metrics_samples_and_the_step_as_axis(tmp_path: Path, wandb: 
     assert plain[0] == {"step": 1, "reward/mean": 0.25}, "NaN is left out"
     assert plain[1] == {"step": 2, "reward/mean": 0.5, "policy/loss": 0.1, "eval/toy/pass@1": 0.5}
     assert [sorted(row) for row in plain[2:4]] == [
-        [f"samples/{name}", f"samples/{name}/images", "step"] for name in ("train", "toy")
+        [f"samples/{name}", f"samples/{name}/images", "step"] for name in ("train", "eval/toy")
     ]
     assert plain[2]["samples/train/images"] == ["a.png"], "an image that samples share is sent once"
     table = plain[2]["samples/train"]
@@ -187,7 +187,7 @@ def test_only_new_and_finite_metrics_are_sent(tmp_path: Path) -> None:
     only_new.write(2, {"a/b": 1.0, "a/c": 2.0})
     only_new.write(2, {"a/b": 1.0})
     only_new.write(3, {"a/b": math.inf, "a/c": 1.0})
-    for name in ("train", "toy"):
+    for name in ("train", "eval/toy"):
         only_new.write_samples(2, name, [])
     assert got == [(2, {"a/c": 2.0}), (3, {"a/c": 1.0}), (2, "train")]
 
