@@ -30,7 +30,7 @@ class Logger(Section):
     """Metrics and transcripts."""
 
     logging_steps: PositiveInt = 1
-    """Steps between lines of metrics. The last step is always written."""
+    """Steps between lines of metrics. The first and the last step of a process are written too."""
     rollouts: bool = True
     """Write every prompt, response and reward under `rollouts/`."""
     report: bool = True

@@ -185,7 +185,8 @@ class RunReport:
             metrics["throughput/tokens_per_s"] = metrics["batch/tokens"] / metrics["time/step_s"]
         self._progress.step(step, metrics)
         evaluated = any(name.startswith("eval/") for name in metrics)
-        if step % self._logger.logging_steps == 0 or evaluated:
+        # The first one has what is checked once, and the times of the start.
+        if step % self._logger.logging_steps == 0 or step == self._first_step or evaluated:
             self._write(step, metrics)
         else:
             self._unwritten = step, metrics

@@ -36,7 +36,7 @@ def _agreement(records: Records, limit: float) -> list[Check]:
     means = series(records, "sync/logprob_diff_mean")
     if not points and not _is_lost(records, "sync/logprob_diff_mean"):
         return []
-    compared = f"compared on the sampled tokens of {len(points):,} steps"
+    compared = f"compared on the sampled tokens of {_count(points, 'step')}"
     parts = [_worst("largest difference", points)] if points else []
     parts += [_worst("largest mean of a step", means)] if means else []
     if _is_lost(records, "sync/logprob_diff_mean"):
@@ -56,6 +56,10 @@ def _agreement(records: Records, limit: float) -> list[Check]:
     if ratio is not None and ratio > 5:
         found.append(Check("bad", "Engine and trainer differ by more than rounding.", f"{ratio:.1f} times the noise"))
     return found
+
+
+def _count(points: Sequence[object], word: str) -> str:
+    return f"{len(points):,} {word}{'' if len(points) == 1 else 's'}"
 
 
 def _worst(title: str, points: Sequence[tuple[int, float]]) -> str:
@@ -101,7 +105,7 @@ def _adapters(records: Records, limit: float) -> list[Check]:
         return []
     effect = max((value for _, value in series(records, "verify/adapters/effect")), default=0.0)
     figure = f"{_worst('largest gap', gaps)}, largest effect of the adapter {_number(effect)}"
-    checked = f"checked after {len(gaps):,} syncs"
+    checked = f"checked after {_count(gaps, 'sync')}"
     if max(value for _, value in gaps) > limit:
         return [Check("bad", f"Engines and trainer differ with the adapter on, {checked}.", figure)]
     if effect <= _ROUNDING:
@@ -119,7 +123,7 @@ def _syncs(records: Records) -> list[Check]:
     num_layers = int(sum(value for _, value in layers))
     figure = f"{num_layers:,} layers read back, {int(unread)} could not be"
     if num_layers:
-        text = f"The engines hold the weights that were sent, read back after {len(layers):,} syncs."
+        text = f"The engines hold the weights that were sent, read back after {_count(layers, 'sync')}."
         found = [Check("ok", text, figure)]
     else:
         found = [Check("unknown", "No layer of the engines could be read back.", figure)]

@@ -64,17 +64,16 @@ def test_the_first_record_has_the_times_of_the_start(tmp_path: Path) -> None:
 
 
 def test_every_nth_step_and_every_evaluation_is_written(tmp_path: Path) -> None:
-    with make_report(tmp_path, logging_steps=2) as report:
-        report.begin(total_steps=3, done=0)
+    with make_report(tmp_path, logging_steps=3) as report:
+        report.begin(total_steps=6, done=0)
         report.evaluation(0, {"eval/toy/pass@1": 0.1})
-        report.step(1, {"reward/mean": 0.0})
-        report.step(2, {"reward/mean": 0.0})
-        report.step(3, {"reward/mean": 0.0, "eval/toy/pass@1": 0.2})
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 2, 3]
+        for step in range(1, 7):
+            report.step(step, {"reward/mean": 0.0} | ({"eval/toy/pass@1": 0.2} if step == 5 else {}))
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 3, 5, 6]
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the cause")])
-def test_the_last_step_is_written_whatever_the_interval(tmp_path: Path, error: Exception | None) -> None:
+def test_the_first_and_last_step_are_written_whatever_the_interval(tmp_path: Path, error: Exception | None) -> None:
     with suppress(RuntimeError), make_report(tmp_path, logging_steps=10) as report:
         report.begin(total_steps=25, done=0)
         for step in range(1, 26):
@@ -82,7 +81,7 @@ def test_the_last_step_is_written_whatever_the_interval(tmp_path: Path, error: E
         if error is not None:
             raise error
     records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in records] == [10, 20, 25]
+    assert [record["step"] for record in records] == [1, 10, 20, 25]
     assert records[-1]["reward/mean"] == 1
 
 
