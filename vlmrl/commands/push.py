@@ -97,13 +97,15 @@ def _hint(root: Path, existing: list[str]) -> str:
 
 
 def _write_missing_card(folder: Path, console: Console) -> None:
-    """Write the cards of the run that the model is from, which an older version or a killed run has not."""
-    run = RunFolder(folder.absolute().parent)
+    """Write the card that an older version or a killed run has not written. Those of the run's other models stay."""
+    absolute = folder.absolute()
+    run = RunFolder(absolute.parent)
     verb = _verb(run.config)
     kind = next((kind for kind in _KINDS if kind.verb == verb), None)
-    if kind is not None and folder.absolute() in run.models:
+    if kind is not None and absolute in run.models:
         try:
-            write_cards(load(kind, ["--config", str(run.config)]), run, console.print)
+            config = load(kind, ["--config", str(run.config)])
+            write_cards(config, run, console.print, needs_card=lambda model: model == absolute)
         except ConfigError as error:  # settings of another version
             print_line(console, f"{run.config}: {first_line(error)}")
     if not (folder / CARD).exists():

@@ -36,6 +36,7 @@ from vlmrl.config.stages import DpoConfig, RmConfig, SamplingConfig, SftConfig, 
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, GenerateConfig, RlConfig
 from vlmrl.errors import ConfigError
+from vlmrl.hub.known_weights import KnownWeights
 from vlmrl.hub.model_card import write_cards
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.kind import check_generates
@@ -189,7 +190,8 @@ def run_session(
             page=page,
         )
         if isinstance(config, RlConfig | SupervisedConfig):
-            outer.callback(write_cards, config, folder, report.say)  # with the last curves
+            needs_card = KnownWeights(folder).needs_card
+            outer.callback(write_cards, config, folder, report.say, needs_card=needs_card)  # with the last curves
         # The plot and the page go on while the roles and Ray stop.
         outer.push(lambda kind, error, traceback: report.finish(error))
         outer.enter_context(naming_checkpoint(folder.checkpoints))

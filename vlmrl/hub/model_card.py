@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +26,7 @@ from vlmrl.hub.privacy import public_value, without_secrets
 from vlmrl.observe.metrics import logged_steps
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.sinks import read_metrics
-from vlmrl.plugins import plugin, plugin_names
+from vlmrl.plugins import ADAPTER_CONFIG, plugin, plugin_names
 from vlmrl.system.plain_text import one_line
 
 TrainedBy = RlConfig | SupervisedConfig
@@ -54,18 +54,27 @@ class _Part:
     """The step that it is from; None: the last one."""
 
 
-def write_cards(config: TrainedBy, run: RunFolder, say: Callable[[str], object]) -> None:
+def write_cards(
+    config: TrainedBy,
+    run: RunFolder,
+    say: Callable[[str], object],
+    *,
+    needs_card: Callable[[Path], bool] = lambda folder: True,
+) -> None:
     """Write the model card of each model in the folder of a run, with its curves.
 
     A card is no reason to fail a run that has its model: an error is said in one line.
+
+    Args:
+        needs_card: whether to write the card of the model in a folder. The figures are those of the run's last step,
+            which must be the model's, too.
     """
-    what = f"{CARD} of the models in {run.root}"
-    try:
-        for part in _parts(config, run):
-            what = str(part.folder / CARD)
-            write_card(config, run, part)
-    except Exception as error:  # whatever is odd about files that a user may have edited
-        say(f"{what} could not be written: {one_line(error, max_chars=200)}")
+    for folder in run.models:
+        try:
+            if _is_model(run, folder) and needs_card(folder):
+                write_card(config, run, _part(config, run, folder))
+        except Exception as error:  # whatever is odd about files that a user may have edited
+            say(f"{folder / CARD} could not be written: {one_line(error, max_chars=200)}")
 
 
 def write_card(config: TrainedBy, run: RunFolder, part: _Part) -> None:
@@ -92,23 +101,28 @@ def card_text(config: TrainedBy, run: RunFolder, part: _Part) -> str:
     return without_secrets("\n\n".join(sections) + "\n")
 
 
-def _parts(config: TrainedBy, run: RunFolder) -> Iterator[_Part]:
-    is_reward_model = isinstance(config, RmConfig)
-    title = "Reward model" if is_reward_model else "Model"
-    averages = run.average(has_adapter=False), run.average(has_adapter=True)
-    parts = [
-        _Part(run.model, title, is_adapter=False, is_policy=not is_reward_model),
-        _Part(run.adapter, "Adapter", is_adapter=True, is_policy=True),
-        _Part(averages[0], "Moving average of the model", is_adapter=False, is_policy=True),
-        _Part(averages[1], "Moving average of the adapter", is_adapter=True, is_policy=True),
-        _Part(run.critic, "Critic", is_adapter=False, is_policy=False),
-    ]
-    if (run.best / "best.json").is_file():
-        best = json.loads((run.best / "best.json").read_text(encoding="utf-8"))
+def _is_model(run: RunFolder, folder: Path) -> bool:
+    return folder.is_dir() if folder != run.best else _best_record(run).is_file()
+
+
+def _best_record(run: RunFolder) -> Path:
+    return run.best / "best.json"
+
+
+def _part(config: TrainedBy, run: RunFolder, folder: Path) -> _Part:
+    is_policy = not isinstance(config, RmConfig)
+    title = "Model" if is_policy else "Reward model"
+    if folder == run.best:
+        best = json.loads(_best_record(run).read_text(encoding="utf-8"))
         name = f"{title}, the best by `{one_line(best['metric'])}`"
-        has_adapter = (run.best / "adapter_config.json").is_file()
-        parts.append(_Part(run.best, name, has_adapter, not is_reward_model, step=int(best["step"])))
-    return (part for part in parts if part.folder.is_dir())
+        return _Part(folder, name, (folder / ADAPTER_CONFIG).is_file(), is_policy, step=int(best["step"]))
+    return {
+        run.model: _Part(folder, title, is_adapter=False, is_policy=is_policy),
+        run.adapter: _Part(folder, "Adapter", is_adapter=True, is_policy=True),
+        run.average(has_adapter=False): _Part(folder, "Moving average of the model", is_adapter=False, is_policy=True),
+        run.average(has_adapter=True): _Part(folder, "Moving average of the adapter", is_adapter=True, is_policy=True),
+        run.critic: _Part(folder, "Critic", is_adapter=False, is_policy=False),
+    }[folder]
 
 
 def _metadata(config: TrainedBy, run: RunFolder, part: _Part, base: BaseModel, records: figures.Records) -> str:

@@ -254,7 +254,10 @@ def test_a_missing_card_is_written_from_the_files_of_the_run(run: Path, capsys: 
         "# Written by vlmrl: vlmrl sft --config config.yaml repeats the run\n"
         "actor: {model_name_or_path: owner/base}\ndata: {prompt_dataset: gsm8k}\n"
     )
+    (run / "critic").mkdir()
+    (run / "critic" / "README.md").write_text("of an earlier step")
     assert main(["push", str(run), "--repo", "me/x", "--dry-run"]) == 0
+    assert (run / "critic" / "README.md").read_text() == "of an earlier step"
     assert "supervised fine-tuning" in (run / "model" / "README.md").read_text()
     (run / "model" / "README.md").unlink()
     (run / "config.yaml").unlink()

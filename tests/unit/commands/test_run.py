@@ -24,6 +24,7 @@ from vlmrl.models import tiny
 from vlmrl.observe import report as report_module
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.system import stops
+from vlmrl.system.atomic_folders import begin, finish
 from vlmrl.system.scratch import sweep
 from vlmrl.system.stops import Stopped
 from vlmrl.trainer.collect import Ending, ExhaustedError
@@ -231,6 +232,34 @@ def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkey
     with run_module.run_session(mine, folder, []) as (_, report):
         run_module.begin_report(mine, report, folder, Table(), last=5, done=4)  # type: ignore[arg-type]
     assert "theirs" not in folder.config.read_text()
+
+
+@pytest.mark.parametrize("error", [None, DataError("a row has no image")])
+def test_a_card_is_written_with_its_weights_and_stays_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: DataError | None
+) -> None:
+    @contextmanager
+    def machines() -> Any:
+        yield Session((Node(id="", num_cpus=8, num_gpus=0),))
+
+    def run(step: int, *written: Path, **settings: Any) -> str:
+        expected: AbstractContextManager[Any] = pytest.raises(DataError) if error is not None else nullcontext()
+        with expected, run_module.run_session(config(**settings), folder, []):
+            folder.metrics.write_text(f'{{"step": {step}}}\n')
+            for model in written:
+                (begin(model) / "model.safetensors").write_bytes(b"weights")
+                finish(model)
+            if error is not None:
+                raise error
+        return (folder.model / "README.md").read_text()
+
+    monkeypatch.setattr(run_module, "session", machines)
+    folder = RunFolder(tmp_path)
+    assert "after 60 steps" in run(60, folder.model)
+    folder.checkpoint(60).mkdir(parents=True)
+    assert "after 60 steps" in run(80, folder.critic, ckpt={"load_enable": True})
+    assert "after 80 steps" in (folder.critic / "README.md").read_text()
+    assert "after 80 steps" in run(80, folder.model, ckpt={"load_enable": True})
 
 
 @pytest.mark.parametrize(("queue", "num_cpus"), [(0, 8), (1, 4)])

@@ -48,6 +48,14 @@ def test_a_check_has_its_worst_figure() -> None:
     assert checks([]) == []
 
 
+def test_null_is_a_figure_that_was_no_number() -> None:
+    names = ("sync/logprob_diff_max", "reward/failed")
+    records = [{"step": 1, **dict.fromkeys(names)}, {"step": 2, "sync/logprob_diff_max": 1e-6}, {"step": 3}]
+    found = {check.metric: check.figure for check in checks(records)}
+    assert set(found) == set(names)
+    assert all(map(math.isnan, found.values()))
+
+
 def test_length_of_a_run() -> None:
     assert num_steps(RECORDS) == 4
     assert hours(RECORDS) == 1.0

@@ -175,6 +175,44 @@ def test_a_card_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert "README.md could not be written" in str(line)
 
 
+def test_only_models_that_need_a_card_get_one(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", "model", "critic")
+    (run.model / "README.md").write_text("after 60 steps")
+    write_cards(rl(), run, pytest.fail, needs_card=lambda folder: folder == run.critic)
+    assert (run.model / "README.md").read_text() == "after 60 steps"
+    assert not (run.model / "curves.png").exists()
+    assert "after 40 steps" in card(run.root, "critic").text
+
+
+@pytest.mark.parametrize("record", ["{", "[]", '{"metric": "eval/toy/pass@1"}', '{"metric": 1, "step": "x"}'])
+def test_a_record_of_the_best_model_that_cannot_be_read_is_one_line(record: str, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", "model", "best", "critic")
+    (run.best / "best.json").write_text(record)
+    lines: list[object] = []
+    write_cards(rl(), run, lines.append)
+    (line,) = lines
+    assert f"{run.best / 'README.md'} could not be written" in str(line)
+    assert "\n" not in str(line)
+    assert (run.model / "README.md").exists()
+    assert (run.critic / "README.md").exists()
+
+
+def test_the_best_model_may_be_the_one_before_training(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", "best")
+    (run.best / "best.json").write_text('{"metric": "eval/geometry3k/pass@1", "value": 0.25, "step": 0}')
+    write_cards(rl(), run, pytest.fail)
+    text = card(run.root, "best").text
+    assert "after 0 steps, from `owner/model`" in text
+    assert "**25.0%** (step 0)" in text
+
+
+def test_a_check_that_was_no_number_is_not_hidden(tmp_path: Path) -> None:
+    records = [{"step": 1, "sync/logprob_diff_max": None}, {"step": 2, "sync/logprob_diff_max": 1e-6}]
+    run = run_folder(tmp_path / "run", "model", records=records)
+    write_cards(rl(), run, pytest.fail)
+    assert "| nan | `sync/logprob_diff_max` |" in card(run.root, "model").text
+
+
 def test_a_run_without_models_has_no_card(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
     write_cards(rl(), run, pytest.fail)
