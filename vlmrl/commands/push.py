@@ -78,6 +78,9 @@ def _model_folder(settings: Push) -> Path:
         raise ConfigError(f"push.model {settings.model}: a run has {', '.join(_MODELS)}")
     is_model = (root / "config.json").is_file() or (root / ADAPTER_CONFIG).is_file()
     if is_model and settings.model is None:
+        whole = root.resolve()
+        if whole in RunFolder(whole.parent).models:
+            refuse_if_locked(whole.parent)
         return root
     refuse_if_locked(root)
     existing = [name for name in _MODELS if (root / name).is_dir()]

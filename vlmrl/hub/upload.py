@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,8 +12,10 @@ from huggingface_hub import ModelCard
 
 from vlmrl.errors import ConfigError
 from vlmrl.hub.base_model import CARD, is_hub_id
+from vlmrl.hub.links import leads_to_model
 from vlmrl.hub.model_card import LICENCE_UNKNOWN, THIS_FOLDER, licence_line
 from vlmrl.hub.privacy import without_secrets
+from vlmrl.hub.safetensors_damage import damage
 from vlmrl.plugins import ADAPTER_CONFIG, ONLY_SAFETENSORS
 
 _MODEL_CONFIG = "config.json"
@@ -22,7 +23,8 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS, _ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 _OF_A_MODEL = (
     *("*.safetensors", "*.safetensors.index.json", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
-    *("*config.json", "chat_template.json", "tokenizer*.json", "vocab*.json", "*tokens*.json"),
+    *("*config.json", "chat_template.json", "tokenizer*.json", "vocab*.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "README.md", "*.png"),
 )
 """Names of files that belong to a model; all others stay here."""
@@ -66,7 +68,8 @@ def plan_upload(folder: Path, *, repo: str, base: str | None, licence: dict[str,
         base: Hub id of the base; None: as the card says.
         licence: fields of the base's licence, where the card has none.
 
-    Raises ConfigError when the model is incomplete, or an adapter's base has no name on the Hub.
+    Raises ConfigError when the model is incomplete, its configuration is a link to a file that is not of a model, or an
+    adapter's base has no name on the Hub.
     """
     check_complete(folder)
     card = _card(folder, repo=repo, base=base, licence=licence)
@@ -76,7 +79,12 @@ def plan_upload(folder: Path, *, repo: str, base: str | None, licence: dict[str,
     left_out = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        if not _belongs(name) or (path.is_symlink() and path.suffix != ".safetensors"):
+        if not _belongs(name) or _leads_elsewhere(path):
+            if name in (_MODEL_CONFIG, ADAPTER_CONFIG):
+                raise ConfigError(
+                    f"push.run: {path} is a link to {path.resolve()}, which is no file of a model: put the file itself "
+                    "in its place"
+                )
             left_out.append(name)
         elif path.suffix == ".json":
             files[name] = _public_json(path, base)
@@ -93,6 +101,11 @@ def _belongs(name: str) -> bool:
     return any(depth == pattern.count("/") and fnmatchcase(name, pattern) for pattern in _OF_A_MODEL)
 
 
+def _leads_elsewhere(path: Path) -> bool:
+    """Whether a file is a link to a file that is not of a model."""
+    return path.is_symlink() and not leads_to_model(path)
+
+
 def check_complete(folder: Path) -> None:
     """Raise ConfigError unless the folder holds a whole model or adapter, with whole files of weights."""
     if (folder / ADAPTER_CONFIG).is_file():
@@ -106,7 +119,7 @@ def check_complete(folder: Path) -> None:
         if not path.is_file():
             pickled = any(folder.glob("*.bin")) and name in (_WEIGHTS, _ADAPTER_WEIGHTS)
             raise ConfigError(f"push.run: {folder} lacks {name}" + (f": {ONLY_SAFETENSORS}" if pickled else ""))
-        if (problem := _damage(path)) is not None:
+        if (problem := damage(path)) is not None:
             raise ConfigError(f"push.run: {path} is damaged: {problem}; write the model again")
 
 
@@ -119,45 +132,33 @@ def _shards(folder: Path) -> list[str]:
         raise ConfigError(f"push.run: {folder / _INDEX} cannot be read: {error}; write the model again") from error
 
 
-def _damage(path: Path) -> str | None:
-    """Compare a safetensors file with its header; None if it is whole."""
-    with path.open("rb") as file:
-        start = file.read(8)
-        if len(start) < 8:
-            return "it has no header"
-        (length,) = struct.unpack("<Q", start)
-        if length > path.stat().st_size:
-            return "its header is cut off"
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, IndexError):  # bytes of anything
-            return "its header cannot be read"
-    size, wanted = path.stat().st_size, 8 + length + max(ends, default=0)
-    return None if size == wanted else f"it has {size:,} bytes of {wanted:,}"
-
-
 def _public_json(path: Path, base: str | None) -> Path | bytes:
     """Return a JSON file with names of models on the Hub in place of paths of this machine."""
     if path.name.endswith(".index.json") or path.name == "tokenizer.json":  # large, and without such names
         return path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"push.run: {path} is not JSON: {error}; write the model again") from error
     if not isinstance(content, dict):
         return path
     paths = {name: content[name] for name in _NAMES_OF_MODELS if _is_path(content.get(name))}
-    if not paths:
-        return path
     if "base_model_name_or_path" in paths and base is None:
         raise ConfigError(
             f"push.run: the adapter's base is a folder of this machine, {paths['base_model_name_or_path']}: give the "
             "name of the same model on the Hub with --base, or merge the adapter first, with vlmrl merge"
         )
-    content |= {name: base for name in paths if base is not None}
-    rest = {name: value for name, value in content.items() if name not in paths or base is not None}
-    return (json.dumps(rest, indent=2, ensure_ascii=False) + "\n").encode()
+    named = dict.fromkeys(paths, base) if base is not None else {}
+    public = _without_paths(content) | named
+    return path if public == content else (json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _without_paths(value: Any) -> Any:
+    """Return JSON data without names of models that are paths of this machine. Parts of a model have names, too."""
+    if isinstance(value, dict):
+        kept = {name: item for name, item in value.items() if not (name in _NAMES_OF_MODELS and _is_path(item))}
+        return {name: _without_paths(item) for name, item in kept.items()}
+    return [_without_paths(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_path(name: object) -> bool:
@@ -167,7 +168,7 @@ def _is_path(name: object) -> bool:
 def _card(folder: Path, *, repo: str, base: str | None, licence: dict[str, str]) -> ModelCard | None:
     """Return the model card for the repository; None where the folder has none."""
     path = folder / CARD
-    if not path.is_file():
+    if not path.is_file() or _leads_elsewhere(path):
         return None
     text = path.read_text(encoding="utf-8").replace(THIS_FOLDER, repo)
     if (line := licence_line(licence)) is not None:

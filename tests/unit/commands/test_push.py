@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from safetensors.numpy import save_file
 
 from vlmrl.cli import main
+from vlmrl.observe.lock import run_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of the Hub's client
 TOKEN = "hf_0123456789abcdef"
@@ -246,6 +247,18 @@ def test_a_run_that_has_not_ended_says_so(run: Path, capsys: pytest.CaptureFixtu
     (run / "checkpoints" / "step_000004").mkdir()
     assert main(["push", str(run), "--repo", "me/x", "--dry-run"]) == 2
     assert "the run has not ended; resume it with --ckpt.load_enable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["run", "run/model", "linked"])
+def test_a_model_that_a_run_may_replace_is_not_uploaded(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "linked").symlink_to(run / "model")
+    words = ["push", str(tmp_path / name), "--repo", "me/x", "--dry-run"]
+    with run_lock(run, on_lost=pytest.fail):
+        assert main(words) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    assert main(words) == 0
 
 
 def test_a_missing_card_is_written_from_the_files_of_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,69 @@ def test_only_files_of_a_model_are_uploaded(tmp_path: Path) -> None:
     assert upload.weights == {"model.safetensors"}
 
 
+def cached(folder: Path, cache: Path) -> Path:
+    """Make a folder as a snapshot in the Hub's cache: links to files whose names are hashes."""
+    blobs = cache / "models--owner--name" / "blobs"
+    blobs.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = blobs / f"{number:0{64 if file.suffix == '.safetensors' else 40}x}"
+        file.rename(blob)
+        file.symlink_to(blob)
+    return folder
+
+
+def test_a_folder_of_links_into_the_cache_of_the_hub_is_uploaded_as_files(tmp_path: Path) -> None:
+    folder = cached(model(tmp_path / "model"), tmp_path / "hub")
+    (folder / "merges.txt").symlink_to(tmp_path / "hub" / "models--owner--name" / "notes.txt")
+    (tmp_path / "hub" / "models--owner--name" / "notes.txt").touch()
+    upload = plan(folder)
+    assert sorted(upload.files) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert upload.left_out == ("merges.txt",)
+    assert upload.sizes()["config.json"] == len('{"model_type": "qwen3"}')
+    assert content(upload, "tokenizer.json") == "{}"
+
+
+def test_a_folder_of_links_to_another_models_files_is_uploaded_as_files(tmp_path: Path) -> None:
+    base = model(tmp_path / "base")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in base.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "vocab.json").symlink_to(base / "tokenizer.json")  # not what its name says
+    upload = plan(folder)
+    assert sorted(upload.files) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert upload.left_out == ("vocab.json",)
+
+
+def test_a_link_to_a_file_of_no_model_is_never_uploaded(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    names = ("tokenizer.json", "README.md", "extra.safetensors", "chat_template.jinja")
+    for name in names:
+        (private / name).write_text('{"token": "geheim"}')
+    (private / "config.json").write_text('{"auths": {"registry": "geheim"}}')
+    folder = model(tmp_path / "model")
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(private / name)
+    upload = plan(folder)
+    assert sorted(upload.files) == ["config.json", "model.safetensors"]
+    assert set(upload.left_out) == set(names)
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(private / "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json is a link to .*, which is no file of a model: put the file"):
+        plan(folder)
+
+
+def test_files_of_tokens_are_known_by_name(tmp_path: Path) -> None:
+    folder = model(tmp_path / "model")
+    for name in ("special_tokens_map.json", "added_tokens.json", "api_tokens.json"):
+        (folder / name).write_text("{}")
+    upload = plan(folder)
+    assert {"special_tokens_map.json", "added_tokens.json"} < upload.files.keys()
+    assert upload.left_out == ("api_tokens.json",)
+
+
 def test_the_card_gets_the_name_of_the_repository_the_base_and_its_licence(tmp_path: Path) -> None:
     folder = model(tmp_path / "model")
     card = content(plan(folder, base="owner/base", licence={"license": "mit"}), "README.md")
@@ -98,9 +161,19 @@ def test_paths_of_this_machine_are_not_uploaded(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("SOME_TOKEN", "geheim-0123456789")
     folder = model(tmp_path / "model")
     (folder / "config.json").write_text(json.dumps({"_name_or_path": str(tmp_path / "base"), "a": 1}))
+    nested = {
+        "text_config": {"_name_or_path": str(tmp_path), "b": [{"name_or_path": "./x"}, 1]},
+        "_name_or_path": "a/b",
+    }
+    (folder / "generation_config.json").write_text(json.dumps(nested))
     (folder / "README.md").write_text("---\ntags: [x]\n---\ngeheim-0123456789\n")
     upload = plan(folder)
     assert json.loads(content(upload, "config.json")) == {"a": 1}
+    public = {"text_config": {"b": [{}, 1]}, "_name_or_path": "a/b"}
+    assert json.loads(content(upload, "generation_config.json")) == public
+    with_base = plan(folder, base="owner/base")
+    assert json.loads(content(with_base, "config.json")) == {"_name_or_path": "owner/base", "a": 1}
+    assert json.loads(content(with_base, "generation_config.json")) == public, "parts are not the base"
     assert "geheim" not in content(upload, "README.md")
 
 
