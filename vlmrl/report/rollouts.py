@@ -62,12 +62,12 @@ def shown_rollouts(
     by_set = {name: [file for file in files if file.set == name] for name in sorted({file.set for file in files})}
     chosen = {n: evenly(some, MAX_STEPS if n == TRAINING else MAX_EVALUATIONS) for n, some in by_set.items()}
     choice = _Choice(mask, followed_prompts(by_set.get(TRAINING, [])))
-    shown = ShownRollouts(notes=list(_notes_on_steps(by_set, chosen)))
+    shown = ShownRollouts(notes=[mask.strings(note) for note in _notes_on_steps(by_set, chosen)])
     for name, some in chosen.items():
         if name == TRAINING:
             choice.read_training(some)
         elif change := choice.read_evaluations(some):
-            shown.changes[name] = change
+            shown.changes[mask.strings(name)] = change
     if choice.num_unreadable:
         shown.notes.append(f"{choice.num_unreadable} lines of the transcripts cannot be read")
     shown.num_bytes = embedded_size([shown.notes, shown.changes]) + 256  # and the notes below

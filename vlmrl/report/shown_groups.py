@@ -15,6 +15,8 @@ _MAX_CHARS = 12_000
 """A longer text is shown without its middle."""
 _MAX_MESSAGES = 60
 """A longer conversation is shown without its middle."""
+_ROLES = ("system", "user", "assistant", "tool")
+"""Roles that a page shows each in its way, whatever word is a secret here."""
 _MAX_RESPONSES = 32
 """Responses of a group that are shown."""
 
@@ -41,14 +43,14 @@ def shown_group(file: TranscriptFile, group: Group, mask: Mask) -> ShownGroup:
     responses = [_response(response, mask) for response in group.responses[:_MAX_RESPONSES]]
     left_out = len(group.responses) - len(responses)
     record = {
-        "set": file.set,
+        "set": mask.strings(file.set),
         "step": file.step,
         "index": group.index,
         "source": _clipped(group.source, mask),
         "prompt": _clipped(group.prompt, mask),
         "label": None if group.label is None else _clipped(group.label, mask),
         "images": group.images,
-        "metadata": {name: _clipped(_plain(value), mask) for name, value in group.metadata.items()},
+        "metadata": {_clipped(n, mask): _clipped(_plain(value), mask) for n, value in group.metadata.items()},
         **({"left_out": True} if group.left_out else {}),
         "responses": responses,
         **({"more": left_out} if left_out else {}),
@@ -64,10 +66,10 @@ def _response(response: Response, mask: Mask) -> dict[str, Any]:
         "reward": _short(response.reward),
         "advantage": _short(response.advantage),
         "teacher_gap": _short(response.teacher_gap),
-        "parts": {name: _short(value) for name, value in response.parts.items()},
+        "parts": {_clipped(name, mask): _short(value) for name, value in response.parts.items()},
         "tokens": response.tokens,
         "finish": response.finish_reason,
-        "failure": response.failure,
+        "failure": None if response.failure is None else _clipped(response.failure, mask),
         "problem": None if response.problem is None else _clipped(response.problem, mask),
         "version": response.version,
         "stop": None if response.stop is None else _clipped(response.stop, mask),
@@ -79,7 +81,7 @@ def _response(response: Response, mask: Mask) -> dict[str, Any]:
 
 def _message(message: Message, mask: Mask) -> dict[str, Any]:
     record = {
-        "role": message.role,
+        "role": message.role if message.role in _ROLES else _clipped(message.role, mask),
         "text": _clipped(message.text, mask),
         "images": message.images,
         "reward": _short(message.reward),

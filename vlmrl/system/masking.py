@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vlmrl.system.environment_variables import secret_values
 
 MASK = "•••"
 _USER = re.compile(r"(?<=://)[^/?#\s\"'<>]+@")
+# Names are bounded: a text that repeats such a word for long would take a time that is quadratic in its length.
 _PARAMETER = re.compile(
-    r"(?i)([?&;](?:[\w-]*(?:key|token|access|secret|password|passwd|auth|sig|signature|credential)[\w-]*)=)[^&\s#\"'<>;]+"
+    r"(?i)([?&;](?:[\w-]{0,64}(?:key|token|access|secret|password|passwd|auth|sig|signature|credential)[\w-]{0,64})=)"
+    r"[^&\s#\"'<>;]+"
 )
 _HEADER = re.compile(
     r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token)\s+)?|\bbearer\s+(?=[\w.~+/-]{12}))[^\s\"'<>,;]+"
@@ -54,14 +56,36 @@ class Mask:
 
     def tokens(self, tokens: Sequence[str]) -> list[str]:
         """Return the tokens of a text without secrets, which may reach over several: the first one is replaced."""
-        masked = list(tokens)
-        if self._pattern is None:
-            return masked
-        for match in self._pattern.finditer("".join(tokens)):
-            start = 0
-            for number, token in enumerate(tokens):
-                end = start + len(token)
-                if start < match.end() and match.start() < end:
-                    masked[number] = MASK if start <= match.start() else ""
-                start = end
+        text = "".join(tokens)
+        own = [] if self._pattern is None else [match.span() for match in self._pattern.finditer(text)]
+        spans = _merged([*own, *_spans_of_urls(text)])
+        masked: list[str] = []
+        start = number = 0
+        for token in tokens:
+            end = start + len(token)
+            while number < len(spans) and spans[number][1] <= start:
+                number += 1
+            near = [begin for begin, _ in spans[number : number + 2] if begin < end]
+            masked.append(token if not near else MASK if near[-1] >= start else "")
+            start = end
         return masked
+
+
+def _spans_of_urls(text: str) -> Iterator[tuple[int, int]]:
+    """The parts of a text that `mask_urls` replaces."""
+    for match in _USER.finditer(text):
+        yield match.start(), match.end() - 1
+    for pattern in (_PARAMETER, _HEADER):
+        for match in pattern.finditer(text):
+            yield match.end(1), match.end()
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans in order, of which none overlap."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and start < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged

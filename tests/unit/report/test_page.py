@@ -10,9 +10,10 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
-from made_runs import SETTINGS, group, make_run, write_lines
+from made_runs import SETTINGS, evaluated, group, make_run, write_lines
 
 from vlmrl.errors import ConfigError
 from vlmrl.report.page import report, write_report
@@ -157,9 +158,39 @@ def test_a_secret_with_characters_of_markup_is_in_no_part_of_the_page(
     assert "<title>run ••• · vlmrl</title>" in page
 
 
+@pytest.mark.parametrize("secret", [SECRET, "https://joe:hunter22@host/a", "http://host/a?api_key=hunter22&b=1"])
+def test_secrets_are_in_no_text_and_no_name_of_a_response(
+    secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    folder = make_run(tmp_path / "run", steps=13)
+    line = group(1, 0, responses=2, text="x")
+    line |= dict.fromkeys(("source", "prompt", "label"), secret) | {"metadata": {secret: [secret], "b": secret}}
+    response = line["responses"][0]
+    response |= dict.fromkeys(("text", "problem", "stop", "failure"), secret) | {"parts": {secret: 1.0}}
+    response |= {"messages": [{"role": secret, "text": secret}, {"role": "assistant", "text": "x"}]}
+    response |= {"trace": {"tokens": [*secret], "logprob": [-1.0] * len(secret)}}
+    line["responses"][1]["trace"] = {"tokens": [f"see {secret}, x"], "logprob": [-1.0]}
+    write_lines(folder / "rollouts" / "step_000001.jsonl", [line])
+    for step in range(14):
+        lines = [evaluated(step, 0, score=float(step), text="x")]
+        write_lines(folder / "rollouts" / f"eval_{quote(secret, safe='')}_step_{step:06d}.jsonl", lines)
+    page = report([folder], max_mib=15)
+    texts = [page, html.unescape(page), *_strings(data_of(page))]
+    assert not [text for text in texts if "sk-a" in text or "hunter22" in text]
+    (run,) = data_of(page)["runs"]
+    name = next(name for name in run["changes"] if name != "toy")
+    assert "•••" in name
+    assert f"12 of 14 evaluations of {name} are shown, evenly spread" in run["notes"]
+    assert name in {g["set"] for g in run["groups"]}
+    shown = next(g for g in run["groups"] if g["set"] == TRAINING and g["step"] == 1)["responses"][0]
+    assert [message["role"] == "assistant" for message in shown["messages"]] == [False, True]
+    assert list(shown["parts"].values()) == [1.0]
+
+
 def _strings(value: Any) -> list[str]:
     if isinstance(value, dict):
-        return [text for item in value.values() for text in _strings(item)]
+        return [text for item in (*value, *value.values()) for text in _strings(item)]
     return [text for item in value for text in _strings(item)] if isinstance(value, list) else [str(value)]
 
 

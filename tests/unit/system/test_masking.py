@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -54,3 +55,30 @@ def test_a_secret_of_several_tokens_is_masked() -> None:
     tokens = ["is ", "hf", "_ABC", "DEFGH!", " so"]
     assert Mask(ENVIRONMENT).tokens(tokens) == ["is ", "•••", "", "", " so"]
     assert Mask(ENVIRONMENT).tokens(["none", "", "here"]) == ["none", "", "here"]
+
+
+def test_users_and_keys_in_urls_of_several_tokens_are_masked() -> None:
+    tokens = ["at https", "://jo", "e:hunt", "er22", "@host/a", "?api", "_key=t0p", "5ecret", "&n=", "2"]
+    masked = ["at https", "•••", "", "", "@host/a", "?api", "•••", "", "&n=", "2"]
+    assert Mask({}).tokens(tokens) == masked, "a token in which something masked begins is masked as a whole"
+    assert Mask({}).tokens(["x://a:b@c://d:", "e@f", " Bearer abc"]) == ["•••", "", " Bearer abc"]
+    assert Mask({}).tokens([]) == []
+
+
+def test_a_secret_within_a_url_is_masked_with_it() -> None:
+    tokens = ["http://h/x?token=", "a", "hf_ABC", "DEFGH", "b", "&c"]
+    assert Mask(ENVIRONMENT).tokens(tokens) == ["http://h/x?token=", "•••", "", "", "", "&c"]
+
+
+@pytest.mark.parametrize(
+    "text", ["?" + "key" * 50_000, "://" + "a" * 200_000, "bearer" + " " * 200_000, "?key=" * 40_000]
+)
+def test_a_text_that_repeats_itself_takes_no_long_time(text: str) -> None:
+    began = time.monotonic()
+    mask_urls(text)
+    Mask({}).tokens([*text])
+    assert time.monotonic() - began < 5
+
+
+def test_a_value_that_was_read_from_a_file_is_masked_without_its_line_break() -> None:
+    assert Mask({"HF_TOKEN": "hf_ABCDEFGH\n"}).text("it is hf_ABCDEFGH.") == "it is •••."
