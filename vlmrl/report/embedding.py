@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+_ESCAPES = {char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -15,8 +15,10 @@ def embedded(value: Any) -> str:
 
     In JSON these characters only occur within strings, where the escapes mean the same.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
-    return _LONE_SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for char, escape in _ESCAPES.items():  # many times as fast as `translate`
+        text = text.replace(char, escape)
+    return text if text.isascii() else _LONE_SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def embedded_size(value: Any) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlmrl.report.embedding import embedded_size
 from vlmrl.report.followed import followed_prompts, worths
@@ -23,6 +23,9 @@ PROMPTS_PER_STEP = 10
 PROMPTS_PER_EVALUATION = 24
 _IMAGES_SHARE = 1 / 16
 """Largest part of a page that the images of one prompt and its turns take, as long as other prompts need room."""
+_GROUP_SHARE, _MIN_GROUP_BYTES = 1 / 64, 2**16
+"""Part of a page that a prompt and its responses take, without images, and bytes that they may take in any page. With
+long conversations a page shows a part of each, of all steps, instead of a few whole ones; and memory stays bounded."""
 _SMALLEST_IMAGE = 200
 """Bytes: a page with less room is full, and reads no more images."""
 
@@ -61,7 +64,8 @@ def shown_rollouts(
     files = [file for file in transcript_files(folder) if until is None or file.step <= until]
     by_set = {name: [file for file in files if file.set == name] for name in sorted({file.set for file in files})}
     chosen = {n: evenly(some, MAX_STEPS if n == TRAINING else MAX_EVALUATIONS) for n, some in by_set.items()}
-    choice = _Choice(mask, followed_prompts(by_set.get(TRAINING, [])))
+    group_bytes = max(int(_GROUP_SHARE * max_bytes), _MIN_GROUP_BYTES)
+    choice = _Choice(mask, followed_prompts(by_set.get(TRAINING, [])), max_bytes=group_bytes)
     shown = ShownRollouts(notes=[mask.strings(note) for note in _notes_on_steps(by_set, chosen)])
     for name, some in chosen.items():
         if name == TRAINING:
@@ -104,11 +108,25 @@ def _notes_on_steps(
             yield f"{len(chosen[name])} of {len(files):,} {what} are shown, evenly spread"
 
 
-class _Choice:
-    """Reads transcripts one after another, and keeps of each only the groups that may be shown."""
+class _Summary(NamedTuple):
+    """What decides whether a group is shown."""
 
-    def __init__(self, mask: Mask, followed: Mapping[str, Sequence[TranscriptFile]]) -> None:
+    number: int
+    """Its place in the file."""
+    source: str
+    worth: float
+    spread: float
+    left_out: bool
+    has_trace: bool
+
+
+class _Choice:
+    """Reads transcripts one after another, each twice: to choose groups, and to keep those that may be shown."""
+
+    def __init__(self, mask: Mask, followed: Mapping[str, Sequence[TranscriptFile]], *, max_bytes: int) -> None:
         self._mask = mask
+        self._max_bytes = max_bytes
+        """Of a group."""
         self._followed: dict[TranscriptFile, set[str]] = {}
         for source, files in followed.items():
             for file in files:
@@ -122,17 +140,16 @@ class _Choice:
     def read_training(self, files: Iterable[TranscriptFile]) -> None:
         """Read steps: the most telling groups, and prompts that come up at several steps second in each of them."""
         for file in files:
-            groups = self._read(file)
+            groups = self._summaries(file)
             self.num_groups += len(groups)
             telling = _telling_first(groups)[:PROMPTS_PER_STEP]
-            order = [*telling[:1], *self._followed_of(file, groups), *telling[1:]]
-            self.orders[file] = list({id(group): group for group in order}.values())
+            self._keep(file, [*telling[:1], *self._followed_of(file, groups), *telling[1:]])
         # Prompts are also followed at steps that are not shown otherwise.
         for file in self._followed:
             if file not in self.orders:
-                self.orders[file] = self._followed_of(file, self._read(file))
+                self._keep(file, self._followed_of(file, self._summaries(file)))
 
-    def _followed_of(self, file: TranscriptFile, groups: Sequence[ShownGroup]) -> list[ShownGroup]:
+    def _followed_of(self, file: TranscriptFile, groups: Sequence[_Summary]) -> list[_Summary]:
         sources = self._followed.get(file, set())
         return [group for group in groups if group.source in sources and not group.left_out]
 
@@ -146,10 +163,10 @@ class _Choice:
         order = dict.fromkeys([*chain.from_iterable(zip(*three, strict=True)), *before])
         rank = {source: number for number, source in enumerate(order)}
         for file in files:
-            groups = self._read(file)
+            groups = self._summaries(file)
             self.num_groups += len(groups)
             groups.sort(key=lambda group: rank.get(group.source, len(rank)))
-            self.orders[file] = groups[:PROMPTS_PER_EVALUATION]
+            self._keep(file, groups[:PROMPTS_PER_EVALUATION])
         if files[0].step == files[-1].step:
             return None
         return {
@@ -160,24 +177,37 @@ class _Choice:
             "lost": sum(change < 0 for change in changes.values()),
         }
 
-    def _read(self, file: TranscriptFile) -> list[ShownGroup]:
-        groups = []
-        for group in read_groups(file.path):
+    def _summaries(self, file: TranscriptFile) -> list[_Summary]:
+        summaries = []
+        for number, group in enumerate(read_groups(file.path)):
             if group is None:
                 self.num_unreadable += 1
             else:
-                groups.append(shown_group(file, group, self._mask))
-        return groups
+                has_trace = any(response.trace for response in group.responses)
+                summary = _Summary(number, group.source, group.worth, group.spread, group.left_out, has_trace)
+                summaries.append(summary)
+        return summaries
+
+    def _keep(self, file: TranscriptFile, groups: Iterable[_Summary]) -> None:
+        """Keep groups of a file, in this order."""
+        numbers = list(dict.fromkeys(group.number for group in groups))
+        chosen = set(numbers)
+        shown = {
+            number: shown_group(file, group, self._mask, max_bytes=self._max_bytes)
+            for number, group in enumerate(read_groups(file.path) if chosen else ())
+            if group is not None and number in chosen
+        }
+        self.orders[file] = [shown[number] for number in numbers if number in shown]  # the file may be another by now
 
 
-def _telling_first(groups: Sequence[ShownGroup]) -> list[ShownGroup]:
+def _telling_first(groups: Sequence[_Summary]) -> list[_Summary]:
     """The best, the worst and the most mixed group, then the others in order; those that were left out come last."""
     trained = [group for group in groups if not group.left_out] or list(groups)
     if not trained:
         return []
     best, worst = max(trained, key=lambda g: g.worth), min(trained, key=lambda g: g.worth)
     first = [best, worst, max(trained, key=lambda g: g.spread), *(g for g in trained if g.has_trace)]
-    return list({id(group): group for group in (*first, *trained, *groups)}.values())
+    return list(dict.fromkeys([*first, *trained, *groups]))
 
 
 def _in_turns(orders: _Orders) -> Iterator[ShownGroup]:

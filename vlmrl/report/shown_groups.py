@@ -5,31 +5,47 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from vlmrl.report.curves import shortened
+from vlmrl.report.embedding import embedded_size
 from vlmrl.report.transcript_lines import Group, Message, Response, TranscriptFile
-from vlmrl.system.masking import Mask, mask_urls
+from vlmrl.system.masking import Mask
 
-_MAX_CHARS = 12_000
-"""A longer text is shown without its middle."""
-_MAX_MESSAGES = 60
-"""A longer conversation is shown without its middle."""
 _ROLES = ("system", "user", "assistant", "tool")
 """Roles that a page shows each in its way, whatever word is a secret here."""
-_MAX_RESPONSES = 32
-"""Responses of a group that are shown."""
+
+
+class _Limits(NamedTuple):
+    """What of a group is shown; of texts and conversations their middle is left out."""
+
+    chars: int
+    """Of a text."""
+    messages: int
+    """Of a conversation."""
+    responses: int
+    names: int
+    """Of metadata, and of reward sources."""
+    has_traces: bool = True
+
+
+_LIMITS = (
+    _Limits(12_000, messages=60, responses=32, names=200),
+    _Limits(6000, messages=60, responses=32, names=200),
+    _Limits(3000, messages=60, responses=32, names=200),
+    _Limits(1500, messages=60, responses=32, names=200),
+    _Limits(750, messages=30, responses=16, names=50, has_traces=False),
+    _Limits(400, messages=12, responses=8, names=20, has_traces=False),
+    _Limits(200, messages=4, responses=4, names=10, has_traces=False),
+)
+"""From the widest on: a group has the first within which it is small enough."""
 
 
 class ShownGroup(NamedTuple):
-    """A group as data of the page, and what decides whether it is shown."""
+    """A group as data of the page."""
 
     record: Mapping[str, Any]
-    source: str
-    worth: float
-    spread: float
-    left_out: bool
-    has_trace: bool
 
     @property
     def images(self) -> list[str]:
@@ -38,62 +54,94 @@ class ShownGroup(NamedTuple):
         return list(dict.fromkeys([*self.record["images"], *(name for m in turns for name in m.get("images", ()))]))
 
 
-def shown_group(file: TranscriptFile, group: Group, mask: Mask) -> ShownGroup:
-    """Return a group of a transcript as the page shows it."""
-    responses = [_response(response, mask) for response in group.responses[:_MAX_RESPONSES]]
+def shown_group(file: TranscriptFile, group: Group, mask: Mask, *, max_bytes: int) -> ShownGroup:
+    """Return a group of a transcript as the page shows it, in not much more than `max_bytes` of the page."""
+    texts = _Texts(mask)
+    for limits in _LIMITS:
+        record = _record(file, group, texts, limits)
+        if embedded_size(record) <= max_bytes:
+            break
+    return ShownGroup(record)
+
+
+class _Texts:
+    """Texts of a group without secrets. Each is masked once, however often it is cut."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        self._masked: dict[str, str] = {}
+
+    def cut(self, text: str, limits: _Limits) -> str:
+        """The text without secrets, and without the middle if it is long."""
+        masked = self._masked.get(text)
+        if masked is None:
+            masked = self._masked[text] = str(self.mask.strings(text))
+        left_out = len(masked) - limits.chars
+        if left_out <= 0:
+            return masked
+        half = limits.chars // 2
+        return f"{masked[:half]}\n[{left_out:,} characters are not shown]\n{masked[-half:]}"
+
+    def names(self, values: Mapping[str, Any], limits: _Limits) -> dict[str, Any]:
+        """The first values, under names without secrets."""
+        return {self.cut(name, limits): value for name, value in islice(values.items(), limits.names)}
+
+
+def _record(file: TranscriptFile, group: Group, texts: _Texts, limits: _Limits) -> dict[str, Any]:
+    responses = [_response(response, texts, limits) for response in group.responses[: limits.responses]]
     left_out = len(group.responses) - len(responses)
-    record = {
-        "set": mask.strings(file.set),
+    metadata = texts.names(group.metadata, limits)
+    return {
+        "set": texts.mask.strings(file.set),
         "step": file.step,
         "index": group.index,
-        "source": _clipped(group.source, mask),
-        "prompt": _clipped(group.prompt, mask),
-        "label": None if group.label is None else _clipped(group.label, mask),
+        "source": texts.cut(group.source, _LIMITS[0]),  # the same prompt at other steps has the same
+        "prompt": texts.cut(group.prompt, limits),
+        "label": None if group.label is None else texts.cut(group.label, limits),
         "images": group.images,
-        "metadata": {_clipped(n, mask): _clipped(_plain(value), mask) for n, value in group.metadata.items()},
+        "metadata": {name: texts.cut(_plain(value), limits) for name, value in metadata.items()},
         **({"left_out": True} if group.left_out else {}),
         "responses": responses,
         **({"more": left_out} if left_out else {}),
     }
-    has_trace = any("trace" in response for response in responses)
-    return ShownGroup(record, group.source, group.worth, group.spread, group.left_out, has_trace)
 
 
-def _response(response: Response, mask: Mask) -> dict[str, Any]:
+def _response(response: Response, texts: _Texts, limits: _Limits) -> dict[str, Any]:
+    parts = texts.names(response.parts, limits)
     record = {
-        "text": _clipped(response.text, mask),
+        "text": texts.cut(response.text, limits),
         "score": _short(response.score),
         "reward": _short(response.reward),
         "advantage": _short(response.advantage),
         "teacher_gap": _short(response.teacher_gap),
-        "parts": {_clipped(name, mask): _short(value) for name, value in response.parts.items()},
+        "parts": {name: _short(value) for name, value in parts.items()},
         "tokens": response.tokens,
         "finish": response.finish_reason,
-        "failure": None if response.failure is None else _clipped(response.failure, mask),
-        "problem": None if response.problem is None else _clipped(response.problem, mask),
+        "failure": None if response.failure is None else texts.cut(response.failure, limits),
+        "problem": None if response.problem is None else texts.cut(response.problem, limits),
         "version": response.version,
-        "stop": None if response.stop is None else _clipped(response.stop, mask),
-        "messages": [_message(message, mask) for message in _without_middle(response.messages)],
-        "trace": _trace(response.trace or {}, mask),
+        "stop": None if response.stop is None else texts.cut(response.stop, limits),
+        "messages": [_message(message, texts, limits) for message in _without_middle(response.messages, limits)],
+        "trace": _trace(response.trace, texts.mask) if response.trace and limits.has_traces else {},
     }
     return {name: value for name, value in record.items() if value not in (None, [], {})}
 
 
-def _message(message: Message, mask: Mask) -> dict[str, Any]:
+def _message(message: Message, texts: _Texts, limits: _Limits) -> dict[str, Any]:
     record = {
-        "role": message.role if message.role in _ROLES else _clipped(message.role, mask),
-        "text": _clipped(message.text, mask),
+        "role": message.role if message.role in _ROLES else texts.cut(message.role, limits),
+        "text": texts.cut(message.text, limits),
         "images": message.images,
         "reward": _short(message.reward),
     }
     return {name: value for name, value in record.items() if value not in (None, [])}
 
 
-def _without_middle(messages: Sequence[Message]) -> list[Message]:
-    left_out = len(messages) - _MAX_MESSAGES
+def _without_middle(messages: Sequence[Message], limits: _Limits) -> list[Message]:
+    left_out = len(messages) - limits.messages
     if left_out <= 0:
         return list(messages)
-    half = _MAX_MESSAGES // 2
+    half = limits.messages // 2
     return [*messages[:half], Message("", f"[{left_out} messages are not shown]"), *messages[-half:]]
 
 
@@ -112,16 +160,6 @@ def _trace(trace: Mapping[str, Any], mask: Mask) -> dict[str, list[Any]]:
 
 def _is_number_or_null(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and -1e300 < value < 1e300)
-
-
-def _clipped(text: str, mask: Mask) -> str:
-    """The text without secrets, and without the middle if it is long."""
-    text = mask_urls(mask.text(text))
-    left_out = len(text) - _MAX_CHARS
-    if left_out <= 0:
-        return text
-    half = _MAX_CHARS // 2
-    return f"{text[:half]}\n[{left_out:,} characters are not shown]\n{text[-half:]}"
 
 
 def _plain(value: Any) -> str:

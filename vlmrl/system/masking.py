@@ -23,7 +23,13 @@ _HEADER = re.compile(
 
 def mask_urls(text: str) -> str:
     """Replace user and password, and parameters that look like keys, in all URLs of a text; and HTTP credentials."""
-    return _HEADER.sub(rf"\1{MASK}", _PARAMETER.sub(rf"\1{MASK}", _USER.sub(f"{MASK}@", text)))
+    # Looking for what every match holds is many times as fast as a search.
+    if "://" in text:
+        text = _USER.sub(f"{MASK}@", text)
+    if "=" in text:
+        text = _PARAMETER.sub(rf"\1{MASK}", text)
+    lower = text.lower()
+    return _HEADER.sub(rf"\1{MASK}", text) if "authorization" in lower or "bearer" in lower else text
 
 
 class Mask:

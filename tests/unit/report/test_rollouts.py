@@ -137,6 +137,50 @@ def test_one_step_is_in_memory_at_a_time(tmp_path: Path) -> None:
     assert peak < 20e6
 
 
+def long_talk(number: int, *, responses: int, turns: int, chars: int) -> dict[str, Any]:
+    """A prompt with conversations of many long turns."""
+    line = group(1, number, responses=responses, text="x")
+    for r, response in enumerate(line["responses"]):
+        roles = ("assistant", "user")
+        text = "w" * (chars - 5)
+        response["messages"] = [{"role": roles[t % 2], "text": f"{r:02d} {t:02d}{text}"} for t in range(turns)]
+    return line
+
+
+def test_of_long_conversations_a_page_keeps_parts(tmp_path: Path) -> None:
+    for step in range(1, 4):  # 26 MB in 18 prompts
+        groups = [long_talk(number, responses=8, turns=30, chars=6000) for number in range(6)]
+        write_lines(tmp_path / f"step_{step:06d}.jsonl", groups)
+    tracemalloc.start()
+    shown = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({}))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8e6  # 18 prompts of 65 kB, one of 1.4 MB as read, and its JSON
+    assert {g["step"] for g in shown.groups} == {1, 2, 3}
+    sizes = [embedded_size(g) for g in shown.groups]
+    assert max(sizes) <= 2**16
+    assert len(shown.groups) == 18
+
+
+def test_a_group_that_is_too_large_loses_middles_then_responses(tmp_path: Path) -> None:
+    talk = long_talk(0, responses=20, turns=30, chars=6000)
+    talk["responses"][0]["trace"] = {"tokens": ["x"] * 2000, "logprob": [-1.0] * 2000}
+    talk["metadata"] = {f"name {number}": "y" * 100 for number in range(300)}
+    talk |= {"source": "s" * 1000, "prompt": "p" * 300}
+    write_lines(tmp_path / "step_000001.jsonl", [talk])
+    (shown,) = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({})).groups
+    assert embedded_size(shown) <= 2**16
+    assert shown["source"] == "s" * 1000
+    assert len(shown["metadata"]) == 20
+    assert len(shown["responses"]) == 8
+    assert shown["more"] == 12
+    first, *_, last = shown["responses"][0]["messages"]
+    assert first["text"] == "00 00" + "w" * 195 + "\n[5,600 characters are not shown]\n" + "w" * 200
+    assert last["text"].startswith("00 29")
+    assert shown["responses"][0]["messages"][6]["text"] == "[18 messages are not shown]"
+    assert "trace" not in shown["responses"][0]
+
+
 def test_numbers_that_are_none_and_traces_of_another_form_are_left_out(tmp_path: Path) -> None:
     line = group(1, 0, responses=3, text="x")
     line["responses"][0] |= {"score": "nan", "reward": "inf", "advantage": None, "messages": [{"reward": "-inf"}]}
