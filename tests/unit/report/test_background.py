@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from made_runs import make_run
 
 from vlmrl.config.ckpt import Logger
@@ -22,6 +23,19 @@ def test_the_page_is_written_beside_the_run(tmp_path: Path) -> None:
     assert report.refresh() is None
     assert report.wait(60) is None
     assert "question 1" in (folder / "report.html").read_text()
+
+
+def test_files_where_the_run_was_started_are_no_modules_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run")
+    for name in ("json", "jinja2", "vlmrl"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    report = BackgroundReport(folder)
+    report.finish_soon()
+    assert report.wait(60) is None
+    assert (folder / "report.html").exists()
 
 
 def test_a_failure_is_returned_once_and_names_the_error(tmp_path: Path) -> None:

@@ -33,6 +33,17 @@ def test_a_single_evaluation_is_one_figure(step: int, verb: str, label: str, tmp
     assert (found.before, found.before_label, found.now, found.now_label) == (None, "", 0.5, label)
 
 
+def test_batches_of_generation_are_no_learning(tmp_path: Path) -> None:
+    # The batches score 0, 1 and 0.5 on average; over all responses it is 0.4, for the last batch is smaller.
+    lines = [f'{{"step": {step}, "reward/mean": {reward}}}' for step, reward in enumerate((0.0, 1.0), start=1)]
+    lines.append('{"step": 3, "reward/mean": 0.5, "generate/reward": 0.4}')
+    (found,) = headlines(run_with(tmp_path / "run", *lines, verb="generate"))
+    assert (found.metric, found.before, found.before_label) == ("reward/mean", None, "")
+    assert (found.now, found.now_label) == (0.4, "")
+    (unfinished,) = headlines(run_with(tmp_path / "unfinished", *lines[:2], verb="generate"))
+    assert (unfinished.before, unfinished.before_label, unfinished.now_label) == (None, "", "")
+
+
 def test_a_single_step_is_one_figure(tmp_path: Path) -> None:
     (found,) = headlines(run_with(tmp_path / "run", '{"step": 1, "reward/mean": 0.5}'))
     assert (found.before, found.now, found.now_label) == (None, 0.5, "step 1")

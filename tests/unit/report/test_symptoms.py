@@ -48,3 +48,14 @@ def test_a_healthy_run_has_no_warning() -> None:
 
 def test_supervised_training_may_lower_the_entropy() -> None:
     assert symptoms(steps("policy/entropy", *[1.0] * 10, *[0.05] * 10)) == []
+
+
+@pytest.mark.parametrize("values", [[0.0] * 20, [-0.01] * 20, [-0.5] * 10 + [-1.0] * 10])
+def test_an_entropy_that_was_never_above_zero_has_not_fallen(values: list[float]) -> None:
+    found = symptoms(steps("policy/entropy", *values, **{"reward/mean": 1.0}))
+    assert not [symptom for symptom in found if "fell" in symptom.text]
+
+
+def test_an_entropy_that_falls_to_zero_has_fallen() -> None:
+    (found,) = symptoms(steps("policy/entropy", *[1.0] * 10, *[0.0] * 10, **{"reward/mean": 1.0}))
+    assert "from 1 to 0" in found.text
