@@ -113,12 +113,12 @@ def _joined(record: Mapping[str, Any], numbers: Mapping[str, float | None]) -> d
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, one per line. A line cut off by a killed run is skipped."""
+    """Return the records of a metrics file, one per line. Lines that a killed run or a disk has damaged are skipped."""
     records = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in file.read_bytes().splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError):  # cut off, or not UTF-8
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)

@@ -42,6 +42,17 @@ def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
 
 
+def test_a_run_resumes_after_lines_that_a_disk_has_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    write(file, range(3))
+    with file.open("ab") as damaged:
+        for line in (b'{"step": 3, "reward/\xff\xfe": 1.0}', b"\0" * 64, b"[" * 100_000, b"[3]", b'{"step": "3"}'):
+            damaged.write(line + b"\n")
+    write(file, range(3, 5), first_step=3)
+    assert [record["step"] for record in read_metrics(file)] == [0, 1, 2, 3, 4]
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 5
+
+
 def test_an_evaluation_that_a_resumed_run_makes_joins_the_record_of_its_step(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
     sink = JsonlSink(file, first_step=0)
