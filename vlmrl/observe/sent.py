@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from vlmrl.errors import ConfigError
+from vlmrl.system.plain_text import one_line
+
 
 class Sent:
     """The last step that was sent, with its metrics, in a file of the run's folder. Steps are sent in order."""
@@ -14,8 +17,7 @@ class Sent:
         self._file = file
         self._before: tuple[int, frozenset[str]] = (-1, frozenset())
         if resumes and file.exists():
-            known = json.loads(file.read_text(encoding="utf-8"))
-            self._before = known["step"], frozenset(known["metrics"])
+            self._before = _read(file)
         self._now = self._before
 
     def earlier(self, step: int) -> frozenset[str] | None:
@@ -34,3 +36,14 @@ class Sent:
         partial = self._file.with_suffix(".tmp")
         partial.write_text(json.dumps({"step": step, "metrics": sorted(self._now[1])}) + "\n", encoding="utf-8")
         partial.replace(self._file)
+
+
+def _read(file: Path) -> tuple[int, frozenset[str]]:
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        return int(known["step"]), frozenset(known["metrics"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # a disk has damaged it
+        raise ConfigError(
+            f"{file} cannot be read: {one_line(error, max_chars=100)}; delete it: the tracker may then get metrics of "
+            "some steps twice"
+        ) from error

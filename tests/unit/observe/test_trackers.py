@@ -192,6 +192,17 @@ def test_only_new_and_finite_metrics_are_sent(tmp_path: Path) -> None:
     assert got == [(2, {"a/c": 2.0}), (3, {"a/c": 1.0}), (2, "train")]
 
 
+@pytest.mark.parametrize(
+    "text", [b"", b'{"step": 2', b"[]", b'{"step": 2}', b'{"step": "x", "metrics": []}', b"\xff\xfe"]
+)
+def test_a_file_of_what_was_sent_that_is_damaged_is_one_line(text: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "wandb_sent.json"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"wandb_sent\.json cannot be read: .*; delete it") as raised:
+        Sent(file, resumes=True)
+    assert "\n" not in str(raised.value)
+
+
 def test_text_in_markdown_cannot_leave_its_code_block() -> None:
     assert _as_code("a ``` b ```` c") == "`````\na ``` b ```` c\n`````"
 
