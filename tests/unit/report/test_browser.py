@@ -39,6 +39,13 @@ def quiet(browser: Browser) -> Iterator[Browser]:
     assert browser.requests[0].startswith("file:///")
 
 
+@pytest.fixture
+def following(browser: Browser) -> Iterator[Browser]:
+    """The browser, which leaves a page that reloads itself before the next test."""
+    yield browser
+    browser.open("about:blank")
+
+
 def page_of(tmp_path: Path, *runs: Path) -> str:
     out = tmp_path / "report.html"
     write_report(runs, out, max_mib=15)
@@ -213,35 +220,37 @@ def going_on(run: Path, *, follow_s: float) -> Iterator[Server]:
         yield server
 
 
-def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path: Path, browser: Browser) -> None:
+def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path: Path, following: Browser) -> None:
     run = make_run(tmp_path / "run")
     with going_on(run, follow_s=4.0) as server:
-        browser.open(f"{server.url}#curves")
-        browser.wait("document.querySelectorAll('.curve').length > 1")
-        browser.click(".group summary", "Time")
-        browser.enter("input[type=search]", "later")
-        browser.wait("document.querySelectorAll('.curve').length === 0")
+        following.open(f"{server.url}#curves")
+        following.wait("document.querySelectorAll('.curve').length > 1")
+        following.click(".group summary", "Time")
+        following.enter("input[type=search]", "later")
+        following.wait("document.querySelectorAll('.curve').length === 0")
         with (run / "metrics.jsonl").open("a") as lines:
             lines.write('{"step": 9, "later/metric": 1.0}\n{"step": 10, "later/metric": 2.0}\n')
-        browser.wait("document.querySelectorAll('.curve').length === 1")
-        assert browser.evaluate("document.querySelector('input[type=search]').value") == "later"
-        browser.enter("input[type=search]", "")
-        browser.wait("document.querySelectorAll('.group').length > 1")
-        browser.wait("[...document.querySelectorAll('.group')].some(e => !e.open && e.textContent.startsWith('Time'))")
+        following.wait("document.querySelectorAll('.curve').length === 1")
+        assert following.evaluate("document.querySelector('input[type=search]').value") == "later"
+        following.enter("input[type=search]", "")
+        following.wait("document.querySelectorAll('.group').length > 1")
+        following.wait(
+            "[...document.querySelectorAll('.group')].some(e => !e.open && e.textContent.startsWith('Time'))"
+        )
 
 
-def test_a_served_page_waits_while_the_reader_types(tmp_path: Path, browser: Browser) -> None:
+def test_a_served_page_waits_while_the_reader_types(tmp_path: Path, following: Browser) -> None:
     run = make_run(tmp_path / "run")
     with going_on(run, follow_s=0.5) as server:
-        browser.open(f"{server.url}#rollouts")
-        browser.wait("document.querySelector('input[type=search]') !== null")
-        browser.evaluate("document.querySelector('input[type=search]').focus()")
-        browser.send("Input.insertText", text="half a wo")
+        following.open(f"{server.url}#rollouts")
+        following.wait("document.querySelector('input[type=search]') !== null")
+        following.evaluate("document.querySelector('input[type=search]').focus()")
+        following.send("Input.insertText", text="half a wo")
         time.sleep(2)
-        assert browser.evaluate("document.querySelector('input[type=search]').value") == "half a wo"
-        browser.evaluate("window.before = true; document.activeElement.blur()")
-        browser.wait("window.before === undefined")
-        browser.wait("document.querySelector('input[type=search]').value === 'half a wo'")
+        assert following.evaluate("document.querySelector('input[type=search]').value") == "half a wo"
+        following.evaluate("window.before = true; document.activeElement.blur()")
+        following.wait("window.before === undefined")
+        following.wait("document.querySelector('input[type=search]').value === 'half a wo'")
 
 
 def test_hostile_text_is_inert_in_every_tab(tmp_path: Path, quiet: Browser) -> None:
