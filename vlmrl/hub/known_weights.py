@@ -8,8 +8,8 @@ from vlmrl.hub.base_model import CARD
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.system.atomic_folders import partial
 
-_Weights = tuple[tuple[str, int, int, int], ...]
-"""(name, inode, time of the last change in ns, bytes) of each file."""
+_Weights = tuple[tuple[str, int, int], ...]
+"""(name, time of the last change in ns, bytes) of each file. Inodes are not stable on every file system."""
 
 
 class KnownWeights:
@@ -34,4 +34,4 @@ class KnownWeights:
 
 def _weights(folder: Path) -> _Weights:
     files = sorted(folder.glob("*.safetensors"))
-    return tuple((file.name, (stat := file.stat()).st_ino, stat.st_mtime_ns, stat.st_size) for file in files)
+    return tuple((file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)

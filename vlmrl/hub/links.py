@@ -21,6 +21,8 @@ def leads_to_model(link: Path) -> bool:
     that name in the folder of a model. A name alone does not say so: `config.json` may be anybody's.
     """
     target = link.resolve()
+    if not target.is_file():  # a folder, or nothing any more
+        return False
     if link.suffix == ".safetensors":
         return damage(target) is None
     blobs = target.parent

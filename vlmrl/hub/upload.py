@@ -25,7 +25,7 @@ _OF_A_MODEL = (
     *("*.safetensors", "*.safetensors.index.json", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
     *("*config.json", "chat_template.json", "tokenizer*.json", "vocab*.json"),
     *("special_tokens_map.json", "added_tokens.json"),
-    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "README.md", "*.png"),
+    *("vocab.txt", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "README.md", "*.png"),
 )
 """Names of files that belong to a model; all others stay here."""
 _NAMES_OF_MODELS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
@@ -77,7 +77,7 @@ def plan_upload(folder: Path, *, repo: str, base: str | None, licence: dict[str,
     base = base or (base_model if is_hub_id(base_model) else None)
     files: dict[str, Path | bytes] = {}
     left_out = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() or path.is_symlink()):
         name = path.relative_to(folder).as_posix()
         if not _belongs(name) or _leads_elsewhere(path):
             if name in (_MODEL_CONFIG, ADAPTER_CONFIG):

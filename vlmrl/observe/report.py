@@ -201,6 +201,8 @@ class RunReport:
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Show and write an evaluation before the first step or after the last."""
         if metrics:
+            if self._unwritten is not None and self._unwritten[0] == step:
+                self._write(*self._unwritten)
             metrics = metrics | self._progress.take_times()
             self._progress.evaluation(step, metrics)
             self._write(step, metrics)

@@ -27,7 +27,6 @@ class _Limits(NamedTuple):
     responses: int
     names: int
     """Of metadata, and of reward sources."""
-    has_traces: bool = True
 
 
 _LIMITS = (
@@ -35,11 +34,14 @@ _LIMITS = (
     _Limits(6000, messages=60, responses=32, names=200),
     _Limits(3000, messages=60, responses=32, names=200),
     _Limits(1500, messages=60, responses=32, names=200),
-    _Limits(750, messages=30, responses=16, names=50, has_traces=False),
-    _Limits(400, messages=12, responses=8, names=20, has_traces=False),
-    _Limits(200, messages=4, responses=4, names=10, has_traces=False),
+    _Limits(750, messages=30, responses=16, names=50),
+    _Limits(400, messages=12, responses=8, names=20),
+    _Limits(200, messages=4, responses=4, names=10),
 )
 """From the widest on: a group has the first within which it is small enough."""
+_TRACES = 4
+"""Largest size of a group's traces, as a multiple of that of the rest. Runs write those of 2,000 tokens of a step,
+all in one group, whose texts need not make room for them."""
 
 
 class ShownGroup(NamedTuple):
@@ -55,12 +57,17 @@ class ShownGroup(NamedTuple):
 
 
 def shown_group(file: TranscriptFile, group: Group, mask: Mask, *, max_bytes: int) -> ShownGroup:
-    """Return a group of a transcript as the page shows it, in not much more than `max_bytes` of the page."""
+    """Return a group of a transcript as the page shows it, in not much more than `max_bytes` of the page, and its
+    traces in a multiple of that."""
     texts = _Texts(mask)
     for limits in _LIMITS:
         record = _record(file, group, texts, limits)
         if embedded_size(record) <= max_bytes:
             break
+    traces = [_trace(response.trace, mask) if response.trace else {} for response in group.responses]
+    if embedded_size(traces) <= _TRACES * max_bytes:
+        for response, trace in zip(record["responses"], traces, strict=False):  # of some, only the first are shown
+            response.update({"trace": trace} if trace else {})
     return ShownGroup(record)
 
 
@@ -122,7 +129,6 @@ def _response(response: Response, texts: _Texts, limits: _Limits) -> dict[str, A
         "version": response.version,
         "stop": None if response.stop is None else texts.cut(response.stop, limits),
         "messages": [_message(message, texts, limits) for message in _without_middle(response.messages, limits)],
-        "trace": _trace(response.trace, texts.mask) if response.trace and limits.has_traces else {},
     }
     return {name: value for name, value in record.items() if value not in (None, [], {})}
 

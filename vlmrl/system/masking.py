@@ -11,23 +11,29 @@ from vlmrl.system.environment_variables import secret_values
 
 MASK = "•••"
 _USER = re.compile(r"(?<=://)[^/?#\s\"'<>]+@")
+_URL = re.compile(r"(?<=://)[^\s\"'<>]+")
 # Names are bounded: a text that repeats such a word for long would take a time that is quadratic in its length.
 _PARAMETER = re.compile(
-    r"(?i)([?&;](?:[\w-]{0,64}(?:key|token|access|secret|password|passwd|auth|sig|signature|credential)[\w-]{0,64})=)"
-    r"[^&\s#\"'<>;]+"
+    r"(?i)([?&;](?:[\w-]{0,64}[_-])?(?:api|access|auth|client|id|private|session)?"
+    r"(?:key|keys|token|access|secret|password|passwd|pwd|auth|authorization|sig|signature|credentials?)"
+    r"(?:[_-][\w-]{0,64})?=)[^&#;]+"
 )
+_OF_12_WITH_DIGIT = r"(?=[\w.~+/=-]{12})(?=[a-z_.~+/=-]{0,200}\d)"
 _HEADER = re.compile(
-    r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token)\s+)?|\bbearer\s+(?=[\w.~+/-]{12}))[^\s\"'<>,;]+"
+    r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token)\s+|"
+    rf"{_OF_12_WITH_DIGIT})|\bbearer\s+{_OF_12_WITH_DIGIT})[^\s\"'<>,;]+"
 )
 
 
 def mask_urls(text: str) -> str:
-    """Replace user and password, and parameters that look like keys, in all URLs of a text; and HTTP credentials."""
+    """Replace user and password, and parameters that look like keys, in all URLs of a text; and HTTP credentials.
+
+    Other text stays: responses hold code and prose, such as `?author=Dickens` or `signal=5`.
+    """
     # Looking for what every match holds is many times as fast as a search.
     if "://" in text:
         text = _USER.sub(f"{MASK}@", text)
-    if "=" in text:
-        text = _PARAMETER.sub(rf"\1{MASK}", text)
+        text = _URL.sub(lambda url: _PARAMETER.sub(rf"\1{MASK}", url[0]), text)
     lower = text.lower()
     return _HEADER.sub(rf"\1{MASK}", text) if "authorization" in lower or "bearer" in lower else text
 

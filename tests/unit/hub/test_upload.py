@@ -81,9 +81,10 @@ def test_a_folder_of_links_into_the_cache_of_the_hub_is_uploaded_as_files(tmp_pa
     folder = cached(model(tmp_path / "model"), tmp_path / "hub")
     (folder / "merges.txt").symlink_to(tmp_path / "hub" / "models--owner--name" / "notes.txt")
     (tmp_path / "hub" / "models--owner--name" / "notes.txt").touch()
+    (folder / "vocab.json").symlink_to(tmp_path / "hub" / "models--owner--name" / "blobs" / ("f" * 40))  # pruned
     upload = plan(folder)
     assert sorted(upload.files) == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
-    assert upload.left_out == ("merges.txt",)
+    assert upload.left_out == ("merges.txt", "vocab.json")
     assert upload.sizes()["config.json"] == len('{"model_type": "qwen3"}')
     assert content(upload, "tokenizer.json") == "{}"
 

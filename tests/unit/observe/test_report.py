@@ -85,6 +85,16 @@ def test_the_first_and_last_step_are_written_whatever_the_interval(tmp_path: Pat
     assert records[-1]["reward/mean"] == 1
 
 
+def test_a_step_before_the_last_evaluation_is_written(tmp_path: Path) -> None:
+    with make_report(tmp_path, logging_steps=10) as report:
+        report.begin(total_steps=10, done=0)
+        report.step(1, {"reward/mean": 0.0})
+        report.step(2, {"reward/mean": 0.5})
+        report.evaluation(2, {"eval/toy/pass@1": 0.1})
+    *_, last = read_metrics(tmp_path / "metrics.jsonl")
+    assert (last["step"], last["reward/mean"], last["eval/toy/pass@1"]) == (2, 0.5, 0.1)
+
+
 def test_a_run_that_does_not_begin_leaves_the_facts_of_the_earlier_one(tmp_path: Path) -> None:
     with make_report(tmp_path) as report:
         report.note(unit="GPUs")

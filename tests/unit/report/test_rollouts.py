@@ -169,6 +169,8 @@ def test_a_group_that_is_too_large_loses_middles_then_responses(tmp_path: Path) 
     talk |= {"source": "s" * 1000, "prompt": "p" * 300}
     write_lines(tmp_path / "step_000001.jsonl", [talk])
     (shown,) = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({})).groups
+    trace = shown["responses"][0].pop("trace")
+    assert len(trace["tokens"]) == 2000, "the step has no other"
     assert embedded_size(shown) <= 2**16
     assert shown["source"] == "s" * 1000
     assert len(shown["metadata"]) == 20
@@ -178,6 +180,13 @@ def test_a_group_that_is_too_large_loses_middles_then_responses(tmp_path: Path) 
     assert first["text"] == "00 00" + "w" * 195 + "\n[5,600 characters are not shown]\n" + "w" * 200
     assert last["text"].startswith("00 29")
     assert shown["responses"][0]["messages"][6]["text"] == "[18 messages are not shown]"
+
+
+def test_traces_beyond_all_measure_are_left_out(tmp_path: Path) -> None:
+    line = group(1, 0, responses=1, text="x")
+    line["responses"][0]["trace"] = {"tokens": ["x"] * 50_000, "logprob": [-1.0] * 50_000}
+    write_lines(tmp_path / "step_000001.jsonl", [line])
+    (shown,) = shown_rollouts(tmp_path, max_bytes=10**6, max_side=64, mask=Mask({})).groups
     assert "trace" not in shown["responses"][0]
 
 

@@ -23,6 +23,11 @@ from vlmrl.system.masking import Mask, mask_urls
         ('{"Authorization": "Basic am9lOng="}', '{"Authorization": "Basic •••"}'),
         ("sent bearer 0123456789abcdef, failed", "sent bearer •••, failed"),
         ("the bearer of news", "the bearer of news"),
+        ("a bearer representatives elected", "a bearer representatives elected"),
+        ("authorization: required", "authorization: required"),
+        ("int a=0;signal=5; f(x)?key=3:4", "int a=0;signal=5; f(x)?key=3:4"),
+        ("https://h/books?author=Dickens&design=red&sigma=0.5", "https://h/books?author=Dickens&design=red&sigma=0.5"),
+        ("https://h/x?apiKey=a1&accessToken=b2&sig=c3", "https://h/x?apiKey=•••&accessToken=•••&sig=•••"),
     ],
 )
 def test_users_and_keys_in_urls_are_masked(text: str, masked: str) -> None:
