@@ -1,4 +1,4 @@
-"""Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is a run of `<|image_pad|>`, one per merged patch."""
+"""Processor of Qwen2-VL, 2.5-VL, 3-VL and Qwen3.5: an image is a run of `<|image_pad|>`, one per merged patch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from vlmrl.plugins import ParameterGroup
 
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 PLACEHOLDER = "<image>"
 """Placeholder of an image in a dataset's text."""

@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from vlmrl.data.packing import collect, make_pack, place
 from vlmrl.learning.weights import gathered
 from vlmrl.models.attention import Setting, implementation, use_packed_vision_attention
+from vlmrl.models.double_precision import KeepDouble
 from vlmrl.models.inputs import model_inputs
+from vlmrl.models.linear_attention import run_per_span
 from vlmrl.models.load import project_patches, without_weights
 from vlmrl.models.quantize import dequantized
 from vlmrl.models.scorer import Backbone, scatter_scored
@@ -92,7 +94,8 @@ def _differences(
         # The tower's outputs are the same in all layouts.
         if parameter.device.type != "meta" and processor.parameter_group(name) == "language":
             parameter.data = parameter.data.double()
-    return compare()
+    with KeepDouble():
+        return compare()
 
 
 def _is_first_rank() -> bool:
@@ -112,13 +115,14 @@ def copy_first_layers(
     """
     config = copy.deepcopy(net.config)
     text = config.get_text_config()
-    text.num_hidden_layers = min(_NUM_LAYERS, text.num_hidden_layers)
+    text.num_hidden_layers = _num_layers(text)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     first = without_weights(
         lambda c: type(net)._from_config(c, dtype=torch.float32, attn_implementation=attn_implementation), config
     )
     use_packed_vision_attention(first)
+    run_per_span(first)
     project_patches(first)
     used = np.unique(np.concatenate([*(sample.tokens for sample in samples), [processor.pad_token_id]]))
     sources = {
@@ -150,6 +154,13 @@ def copy_first_layers(
     assert isinstance(weight, nn.Parameter)
     first.set_input_embeddings(_UsedTokens(torch.from_numpy(used), weight))
     return first.eval()
+
+
+def _num_layers(text: PretrainedConfig) -> int:
+    """Return how many layers to compare: two, or as many as have both linear attention and attention."""
+    kinds = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ()]
+    until_both = 1 + max((kinds.index(kind) for kind in set(kinds)), default=0)
+    return min(max(_NUM_LAYERS, until_both), text.num_hidden_layers)
 
 
 class _UsedTokens(nn.Module):

@@ -29,6 +29,7 @@ from vlmrl.learning.preferences import PreferenceLearner, preference_metrics
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.learning.weights import WeightSender
 from vlmrl.models.adapters import adapters_off
+from vlmrl.models.linear_attention import mixes_samples
 from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.scorer import Scorer
 from vlmrl.observe.metrics import Max, Mean, Metric, SampleSize, Sum, merge
@@ -115,7 +116,7 @@ class Policy(PreferenceLearner, WeightSender):
     def traits(self) -> tuple[float, bool]:
         """Return the cost of a vision patch in a pass, in language tokens, and whether layers carry state past a
         sample's end."""
-        return patch_cost(self._net, self._processor), bool(self._net._is_stateful)
+        return patch_cost(self._net, self._processor), mixes_samples(self._net)
 
     def update(
         self, work: Sequence[Sequence[tuple[Pack, Experience]]], totals: Sequence[Totals]

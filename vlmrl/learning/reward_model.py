@@ -23,6 +23,7 @@ from vlmrl.learning.deepspeed_engine import (
 from vlmrl.learning.forward import RowsAndMetrics, StateForward, read_value_model
 from vlmrl.learning.settings import RewardModelSettings
 from vlmrl.models.buffers import check_buffers
+from vlmrl.models.linear_attention import mixes_samples
 from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.value_head import Scale, ValueModel
 from vlmrl.observe.metrics import Metric
@@ -78,7 +79,7 @@ class RewardModel:
     def traits(self) -> tuple[float, bool]:
         """See `Policy.traits`."""
         net = self._value_model.net
-        return patch_cost(net, self._processor), bool(net._is_stateful)
+        return patch_cost(net, self._processor), mixes_samples(net)
 
     @property
     def processor(self) -> Processor:

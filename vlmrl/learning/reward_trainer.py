@@ -16,6 +16,7 @@ from vlmrl.learning.base import PackLoss, TrainableModel
 from vlmrl.learning.checkpoint import save_model
 from vlmrl.learning.forward import RowsAndMetrics, StateForward, last_token, read_value_model
 from vlmrl.learning.settings import RewardTrainerSettings
+from vlmrl.models.linear_attention import mixes_samples
 from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.value_head import ValueModel
 from vlmrl.observe.metrics import Mean, Metric, Sum, merge
@@ -99,7 +100,7 @@ class RewardTrainer(TrainableModel):
 
     def traits(self) -> tuple[float, bool]:
         """See `Policy.traits`."""
-        return patch_cost(self._net, self._processor), bool(self._net._is_stateful)
+        return patch_cost(self._net, self._processor), mixes_samples(self._net)
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write the full training state, from which `load_checkpoint` resumes bit for bit; `extra` is plain JSON."""

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention_kernels import AttentionOptions, Bounds, attend, takes_varlen, varlen, visible
 from vlmrl.models.attention_plan import AttentionPlan, plan_attention, spans_of
+from vlmrl.models.linear_attention import mixes_samples
 
 PACKED = "vlmrl_packed"
 
@@ -58,11 +59,11 @@ def isolates_samples(net: PreTrainedModel) -> bool:
 def check_layers(net: PreTrainedModel, *, samples_share_rows: bool) -> None:
     """Raise ConfigError when samples of a row would affect each other, or packed attention would change the model.
 
-    Recurrent and convolutional layers carry state past the end of a sample, regardless of the attention. Packed
-    attention has no layer types but full and sliding attention.
+    Recurrent and convolutional layers carry state past the end of a sample, regardless of the attention, unless they
+    run per span (`models.linear_attention`). Packed attention has no layer types but full and sliding attention.
     """
     name = type(net).__name__
-    if samples_share_rows and net._is_stateful:
+    if samples_share_rows and mixes_samples(net):
         raise ConfigError(f"train.layout: samples of {name}, which has recurrent layers, would mix: use padded")
     kinds = set(getattr(net.config.get_text_config(), "layer_types", None) or ())
     unknown = sorted(kinds - {"full_attention", "sliding_attention", "linear_attention"})

@@ -15,6 +15,7 @@ from vlmrl.data.packing import Pack, Piece, place
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import check_layers, isolates_samples
 from vlmrl.models.attention_plan import AttentionPlan, Span, plan_attention
+from vlmrl.models.linear_attention import follows_plan
 from vlmrl.types import Bools, Ints, Sample
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def model_inputs(
       prompt continue its positions;
     * `use_cache` False;
     * `attention_mask` [B, T], if each row is one sample;
-    * `attention_plan`, if rows hold several samples and the attention is that of `models.attention`;
+    * `attention_plan`, if rows hold several samples and attention or linear attention is that of this package;
     * `mm_token_type_ids` [B, T];
     * `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images that are not `cached`, each once; `images`, their
       n content hashes, and `image_places`, the content hashes of all images in reading order;
@@ -54,7 +55,7 @@ def model_inputs(
     if pack.is_one_per_row:
         lengths = [np.ones(len(sample.tokens), dtype=np.int64) for sample in pack.samples]
         inputs["attention_mask"] = place(pack, lengths, fill=0)
-    elif isolates_samples(net):
+    elif isolates_samples(net) or follows_plan(net):
         inputs["attention_plan"] = attention_plan(pack)
     if processor.resize_factor is not None:
         types = [processor.token_types(sample.tokens) for sample in pack.samples]

@@ -22,7 +22,7 @@ from vlmrl.errors import ConfigError, VlmrlError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text", "qwen3", "llama"]
 Size = Literal["micro", "tiny", "small", "medium"]
 
 SPECIAL_TOKENS = (
@@ -164,15 +164,14 @@ def _save_processor(family: Family, tokenizer: PreTrainedTokenizerBase, out: Pat
         Qwen3VLVideoProcessor,
     )
 
-    patch = 16 if family == "qwen3_vl" else 14
+    is_third = family in ("qwen3_vl", "qwen3_5")
+    patch = 16 if is_third else 14
     size = {"shortest_edge": (4 * patch) ** 2, "longest_edge": 1280 * (2 * patch) ** 2}
     settings: dict[str, Any] = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "size": size}
-    if family == "qwen3_vl":
+    if is_third:
         settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    video: Any = Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
-    processor: Any = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}[
-        family
-    ]
+    video: Any = Qwen3VLVideoProcessor if is_third else Qwen2VLVideoProcessor
+    processor: Any = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}.get(family, Qwen3VLProcessor)
     processor(
         image_processor=Qwen2VLImageProcessor(**settings),
         tokenizer=tokenizer,
@@ -182,7 +181,7 @@ def _save_processor(family: Family, tokenizer: PreTrainedTokenizerBase, out: Pat
 
 
 def _takes_images(family: Family) -> bool:
-    return family.endswith("_vl")
+    return family.endswith("_vl") or family == "qwen3_5"
 
 
 def _language(
@@ -268,6 +267,46 @@ def _qwen3_vl(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfi
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
 
 
+def _qwen3_5(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen3_5Config
+
+    vision = _vision(
+        shape,
+        hidden_size=shape.vision_hidden,
+        intermediate_size=shape.vision_intermediate,
+        out_hidden_size=shape.hidden,
+        patch_size=16,
+        num_position_embeddings=64,
+    )
+    text = _hybrid(shape, ids)
+    return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
+
+
+def _qwen3_5_text(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(**_hybrid(shape, ids), tie_word_embeddings=tied)
+
+
+def _hybrid(shape: _Shape, ids: dict[str, int]) -> dict[str, Any]:
+    """Settings of a language model of which every fourth layer, and the last one, has attention, the others linear
+    attention."""
+    has_attention = [i % 4 == 0 or i == shape.layers for i in range(1, shape.layers + 1)]
+    text = _language(
+        shape,
+        ids,
+        mrope_section=[4, 2, 2],
+        head_dim=32,
+        layer_types=["full_attention" if full else "linear_attention" for full in has_attention],
+        linear_num_key_heads=shape.heads // 2,
+        linear_num_value_heads=shape.heads,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    )
+    text["rope_parameters"] |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
+    return text
+
+
 def _qwen3(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
     from transformers import Qwen3Config
 
@@ -284,6 +323,8 @@ _FAMILIES: dict[str, Callable[[_Shape, dict[str, int], bool], PreTrainedConfig]]
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_text": _qwen3_5_text,
     "qwen3": _qwen3,
     "llama": _llama,
 }

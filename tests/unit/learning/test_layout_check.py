@@ -25,7 +25,7 @@ from vlmrl.types import Sample
 CPU = torch.device("cpu")
 Made = tuple[PreTrainedModel, Processor, list[Sample]]
 Types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-Families = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
+Families = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3"])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,195 @@
+"""Linear attention (gated delta rule, short convolution) that isolates packed samples and shares a prompt's state.
+
+Transformers runs these layers over whole rows, so that the state of a sample flows into the next one of its row. Here
+they run over the spans of the attention plan instead, in batches of spans of similar length, by their own `forward`. A
+prompt's span runs once; its final states are the initial ones of its responses, and take gradients from all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from vlmrl.models.attention_plan import AttentionPlan, Span
+from vlmrl.types import Bools, Ints
+
+_LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+"""Transformers' classes for which tests show that the layouts are equal."""
+_ATTENTION = ("full_attention", "sliding_attention")
+"""Layer types without a state."""
+_CHUNK = 64
+"""Tokens that the gated delta rule computes at once: it pads every span to a multiple of them."""
+
+
+def run_per_span(net: PreTrainedModel) -> None:
+    """Make the linear-attention layers of a model follow an attention plan, in place.
+
+    Their class changes; parameters and their names stay the same. Layers of unknown classes are left alone.
+    """
+    for module in net.modules():
+        kind: Any = type(module)
+        if kind.__name__ in _LAYERS and kind.__module__.startswith("transformers."):
+            module.__class__ = _per_span(kind)
+
+
+def mixes_samples(net: PreTrainedModel) -> bool:
+    """Whether layers carry a state from one sample of a row to the next, so that only the layout `padded` is right."""
+    return bool(net._is_stateful) and not follows_plan(net)
+
+
+def follows_plan(net: PreTrainedModel) -> bool:
+    """Whether all layers with a state run per span, so that rows of several samples need an attention plan."""
+    kinds = getattr(net.config.get_text_config(), "layer_types", None) or ()
+    number = sum(isinstance(module, LinearAttention) for module in net.modules())
+    return 0 < number == sum(kind not in _ATTENTION for kind in kinds)
+
+
+class LinearAttention(nn.Module):
+    """Base of the layers that run per span, in front of Transformers' class."""
+
+    _z3_leaf = True
+    """For DeepSpeed: ZeRO-3 gathers the layer as a whole. Gathered one by one, its parts would be gathered as often as
+    they are called, which differs between ranks, and a rank would wait forever."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        *,
+        attention_plan: AttentionPlan | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]. Without a plan each row is one sample, and the layer that of Transformers."""
+        run = super().forward
+        if attention_plan is None:
+            output = run(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **others)
+        else:
+            output = _run_spans(run, hidden_states.flatten(0, 1), attention_plan).reshape(hidden_states.shape)
+        assert isinstance(output, Tensor)
+        return output
+
+
+@cache
+def _per_span(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (LinearAttention, kind), {"__module__": __name__})
+
+
+class _States:
+    """The states of a batch of n spans, in the place of Transformers' cache, whose copies in place cut the graph.
+
+    It is also the only entry of its own `layers`.
+    """
+
+    def __init__(self, conv: Tensor | None = None, recurrent: Tensor | None = None) -> None:
+        """`conv` [n, C, k], the last k inputs of the convolution, and `recurrent` [n, H, d, d]; None at the start."""
+        self._conv = conv
+        self.recurrent_states = [recurrent]
+
+    @property
+    def layers(self) -> _States:
+        return self
+
+    def __getitem__(self, layer: int) -> _States:
+        return self
+
+    def has_previous_state(self, layer: int, state_idx: int = 0) -> bool:
+        return self._conv is not None
+
+    def update_conv_state(self, inputs: Tensor, layer: int, *, conv_kernel_size: int) -> Tensor:
+        """[n, C, m] inputs of the convolution -> [n, C, k + m], with those before them if there are any."""
+        whole = inputs if self._conv is None else torch.cat([self._conv, inputs], dim=-1)
+        missing = max(0, conv_kernel_size - whole.shape[-1])
+        self._conv = nn.functional.pad(whole, (missing, 0))[..., -conv_kernel_size:]
+        return whole
+
+    def update_recurrent_state(self, recurrent: Tensor, layer: int) -> None:
+        self.recurrent_states[0] = recurrent
+
+    @property
+    def final(self) -> tuple[Tensor, Tensor]:
+        """[n, C, k] and [n, H, d, d] after a pass."""
+        conv, (recurrent,) = self._conv, self.recurrent_states
+        assert conv is not None, "a pass sets both"
+        assert recurrent is not None, "a pass sets both"
+        return conv, recurrent
+
+
+class _Batch(NamedTuple):
+    """Spans that run together, n of at most m tokens."""
+
+    tokens: Tensor
+    """[n, m] rows of the flat states; short spans are padded with their last token, behind it, where a causal layer
+    does not read it."""
+    parents: Tensor | None
+    """[n] index of each span's parent among the parents, in the order in which they run; None without parents."""
+    are_parents: bool
+
+
+class _Schedule(NamedTuple):
+    batches: tuple[_Batch, ...]
+    """Parents first."""
+    order: Tensor
+    """[T] where each token's output is in those of the batches, laid end to end with padding."""
+
+
+def _run_spans(run: Callable[..., Tensor], flat: Tensor, plan: AttentionPlan) -> Tensor:
+    """Call a layer's `forward`, `run`, for all spans: [T, D] -> [T, D]."""
+    schedule = _schedule(plan, flat.device)
+    outputs: list[Tensor] = []
+    of_parents: list[_States] = []
+    for batch in schedule.batches:
+        states = None
+        if batch.are_parents:
+            states = _States()
+            of_parents.append(states)
+        elif batch.parents is not None:
+            finals = zip(*(ended.final for ended in of_parents), strict=True)
+            states = _States(*(torch.cat(parts).index_select(0, batch.parents) for parts in finals))
+        inputs = flat.index_select(0, batch.tokens.flatten()).reshape(*batch.tokens.shape, -1)
+        outputs.append(run(inputs, cache_params=states).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, schedule.order)
+
+
+@lru_cache(maxsize=8)
+def _schedule(plan: AttentionPlan, device: torch.device) -> _Schedule:
+    """Plan the batches. Cached: it is the same for all layers of a pass."""
+    spans = plan.spans
+    parents = {span.parent for span in spans if span.parent is not None}
+    buckets: dict[tuple[bool, bool, int], list[int]] = {}
+    for i, span in enumerate(spans):
+        # Padding would change a parent's final states, so only parents of equal length share a batch.
+        size = span.length if i in parents else -(-span.length // _CHUNK)
+        buckets.setdefault((i not in parents, span.parent is not None, size), []).append(i)
+    batches, order = [], np.empty(plan.length, dtype=np.int64)
+    place: dict[int, int] = {}
+    num_rows = 0
+    for (is_no_parent, has_parent, _), members in sorted(buckets.items()):
+        if not is_no_parent:
+            place |= {i: len(place) + n for n, i in enumerate(members)}
+        # Layers take a single token behind a state for a step of decoding, whose kernels have no gradient.
+        tokens, is_real = _stack([spans[i] for i in members], min_width=1 + has_parent)
+        order[tokens[is_real]] = num_rows + np.flatnonzero(is_real)
+        num_rows += tokens.size
+        of_parents = [place[spans[i].parent] for i in members] if has_parent else None  # type: ignore[index]
+        batches.append(
+            _Batch(
+                tokens=torch.from_numpy(tokens).to(device),
+                parents=None if of_parents is None else torch.tensor(of_parents, device=device),
+                are_parents=not is_no_parent,
+            )
+        )
+    return _Schedule(tuple(batches), torch.from_numpy(order).to(device))
+
+
+def _stack(spans: Sequence[Span], *, min_width: int) -> tuple[Ints, Bools]:
+    """Stack the rows of spans as [n, m], and the mask that is False on padding."""
+    starts, lengths = (np.array(column)[:, None] for column in zip(*((s.start, s.length) for s in spans), strict=True))
+    offset = np.arange(max(min_width, int(lengths.max())))
+    return starts + np.minimum(offset, lengths - 1), offset < lengths
