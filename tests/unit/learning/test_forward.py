@@ -31,7 +31,7 @@ from vlmrl.types import Floats, Layout, Sample
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
-FAMILIES: list[tiny.Family] = ["qwen2_5_vl", "qwen3_vl"]
+FAMILIES: list[tiny.Family] = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 GIB = 2**30
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,16 @@ import pytest
 import torch
 from planted_faults import leak_between_responses, shift_positions
 from sample_batches import batch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from vlmrl.learning import layout_check
 from vlmrl.learning.layout_check import Difference, compare_layouts, copy_first_layers
-from vlmrl.models import tiny
+from vlmrl.models import linear_attention, tiny
 from vlmrl.models.adapter_plan import AdapterPlan, choose_targets, layers
 from vlmrl.models.adapters import inject_adapter
 from vlmrl.models.attention import implementation
+from vlmrl.models.attention_plan import AttentionPlan, plan_attention
 from vlmrl.models.load import load_model
 from vlmrl.plugins import Processor, processor
 from vlmrl.types import Sample
@@ -108,6 +111,37 @@ def test_a_leak_of_a_thousandth_of_the_attention_between_responses_is_detected(
     differences = compare(with_large_logits(made) if large else made)
     assert max(differences["packed"]) < 3e-6
     assert min(differences["shared"]) > 1e-4
+
+
+def test_responses_that_start_linear_attention_without_their_prompt_are_detected(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = linear_attention._run_spans
+
+    def without_prompts(run: Any, flat: Tensor, plan: AttentionPlan) -> Tensor:
+        spans = tuple(span._replace(parent=None) for span in plan.spans)
+        return sound(run, flat, plan_attention(spans, causal=True))
+
+    monkeypatch.setattr(linear_attention, "_run_spans", without_prompts)
+    differences = compare(make("qwen3_5", torch.bfloat16))
+    assert max(differences["packed"]) < 3e-6
+    assert min(differences["shared"]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "number"),
+    [
+        (None, 2),
+        (["full_attention"] * 9, 2),
+        (["sliding_attention"] * 5 + ["full_attention"], 2),
+        (["linear_attention"] * 3 + ["full_attention"] * 2, 4),
+        (["linear_attention", "full_attention"], 2),
+        (["linear_attention"], 1),
+    ],
+)
+def test_layers_with_and_without_linear_attention_are_compared(kinds: list[str] | None, number: int) -> None:
+    config: Any = SimpleNamespace(num_hidden_layers=9 if kinds is None else len(kinds), layer_types=kinds)
+    assert layout_check._num_layers(config) == number
 
 
 def test_a_model_with_adapters_is_compared_without_them(make: Any) -> None:

@@ -62,7 +62,7 @@ def _logits(net: PreTrainedModel) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bits", [False, True])
 def test_names_and_shapes_are_those_of_the_checkpoint_even_with_adapters_and_4_bits(

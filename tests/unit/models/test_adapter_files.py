@@ -49,7 +49,7 @@ def saved_adapter(net: Make, reader: Make, folder: Make, tmp_path: Path) -> Make
 
 
 @pytest.mark.parametrize("lora", [{}, {"use_rslora": True, "alpha": 7.0}, {"use_dora": True}])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3"])
 def test_peft_loads_the_folder_with_equal_log_probs(
     saved_adapter: Make, net: Make, logprobs_of: Make, family: Family, lora: dict[str, Any]
 ) -> None:

@@ -19,6 +19,7 @@ from vlmrl.models.weight_buckets import digest
 from vlmrl.plugins import ParameterGroup, Processor
 
 LANGUAGE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 PLAN = AdapterPlan(
     rank=4,
     alpha=16.0,
@@ -60,6 +61,20 @@ def test_the_default_is_every_layer_of_the_language_model_but_the_output_layer(
     assert plan.groups == {"language"}
     assert plan.suffixes == tuple(sorted(LANGUAGE))
     assert plan.fits_engine
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_text"])
+def test_linear_attention_has_adapters_on_its_inputs_and_its_output(planned: Any, family: Family) -> None:
+    plan = planned(family)
+    stem = "model.language_model.layers" if family == "qwen3_5" else "model.layers"
+    inputs = [f"in_proj_{name}" for name in ("qkv", "z", "b", "a")]
+    layer = [target.removeprefix(f"{stem}.0.") for target in plan.targets if target.startswith(f"{stem}.0.")]
+    assert sorted(layer) == sorted([*(f"linear_attn.{name}" for name in [*inputs, "out_proj"]), *MLP])
+    assert sorted(target.rpartition(".")[2] for target in plan.targets if f"{stem}.1." in target) == sorted(LANGUAGE)
+    assert planned(family, "in_proj_qkv", "out_proj").targets == (
+        f"{stem}.0.linear_attn.out_proj",
+        f"{stem}.0.linear_attn.in_proj_qkv",
+    )
 
 
 def test_vision_selects_tower_and_projector_and_all_every_unfrozen_layer(planned: Any) -> None:

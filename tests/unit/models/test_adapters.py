@@ -16,7 +16,7 @@ from vlmrl.models.adapters import adapter_tensors, adapters_off, delta, exact_pa
 from vlmrl.models.load import freeze
 from vlmrl.models.tiny import Family
 
-FAMILIES: list[Family] = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"]
+FAMILIES: list[Family] = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text", "qwen3", "llama"]
 Make = Callable[..., Any]
 
 
@@ -112,7 +112,7 @@ def test_the_change_of_a_weight_by_hand() -> None:
 
 
 @pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"use_dora": True}])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3"])
 def test_the_base_plus_the_change_equals_the_adapted_model(
     net: Make, reader: Make, logprobs_of: Make, family: Family, lora: dict[str, Any]
 ) -> None:

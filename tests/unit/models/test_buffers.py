@@ -14,7 +14,7 @@ from vlmrl.models.load import load_model
 from vlmrl.models.value_head import value_net
 
 Make = Callable[..., Any]
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3", "llama")
 
 
 def read(folder: Make, family: str) -> Any:

@@ -30,7 +30,7 @@ from vlmrl.types import Floats, Group, Layout, Media, Prompt, Sample, Segment, T
 Make = Callable[..., Any]
 OURS = {"": PACKED, "text_config": PACKED, "vision_config": "sdpa"}
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-VISION: list[Family] = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+VISION: list[Family] = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared")
 
 

@@ -20,7 +20,7 @@ from vlmrl.types import Layout, Media, Pixels, Sample
 
 Make = Callable[..., Any]
 OURS = {"": PACKED, "text_config": PACKED}
-VISION: list[Family] = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+VISION: list[Family] = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 

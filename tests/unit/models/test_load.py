@@ -23,7 +23,7 @@ def read(path: Path | str, *, dtype: torch.dtype = torch.float32) -> Any:
     return load_model(str(path), dtype=dtype, attn_implementation="sdpa")
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3"])
 def test_a_model_is_loaded_with_its_weights(folder: Make, family: str) -> None:
     stored = load_file(folder(family) / "model.safetensors")
     net = read(folder(family))
@@ -100,7 +100,7 @@ def test_tied_models_need_no_second_copy_of_the_embedding(folder: Make) -> None:
     assert net.lm_head.weight is net.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize(("vision", "projector"), [(False, False), (True, False), (False, True), (True, True)])
 def test_frozen_parts_are_counted(net: Make, reader: Make, family: str, vision: bool, projector: bool) -> None:
     model, read = net(family, tied=True), reader(family)
@@ -141,7 +141,7 @@ def test_weights_in_4_bits_are_counted_dequantized_and_never_train(folder: Make,
     assert table["vision"].trainable == table["projector"].trainable == 0
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_skeleton_has_the_names_shapes_and_layers_of_the_model_but_no_weights(
     folder: Make, family: str, tied: bool
@@ -222,6 +222,6 @@ def test_other_convolutions_stay_convolutions(change: dict[str, Any]) -> None:
     assert type(net.patch_embed.proj) is nn.Conv3d
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_the_patch_embedding_of_every_family_is_a_product(net: Callable[..., Any], family: str) -> None:
     assert isinstance(net(family).base_model.visual.patch_embed.proj, PatchProjection)

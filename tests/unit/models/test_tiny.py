@@ -12,7 +12,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 
 FAMILIES: tuple[tiny.Family, ...] = get_args(tiny.Family)
-VISION: tuple[tiny.Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION: tuple[tiny.Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé 12?"}]
 
 
@@ -52,7 +52,9 @@ def test_images_and_text_are_in_the_order_of_their_parts(built: dict[str, Path],
     assert processor.tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False) == rendered
 
 
-@pytest.mark.parametrize(("family", "side"), [("qwen2_5_vl", 112), ("qwen3_vl", 128), ("qwen2_vl", 112)])
+@pytest.mark.parametrize(
+    ("family", "side"), [("qwen2_5_vl", 112), ("qwen3_vl", 128), ("qwen3_5", 128), ("qwen2_vl", 112)]
+)
 def test_an_image_of_the_default_size_is_sixteen_tokens(built: dict[str, Path], family: str, side: int) -> None:
     processor: Any = AutoProcessor.from_pretrained(built[family])
     inputs = processor(text=["<|image_pad|>"], images=[torch.zeros(3, side, side)], return_tensors="pt")

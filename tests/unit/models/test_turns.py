@@ -61,7 +61,9 @@ def learned(net: Any, read: Processor, samples: list[Sample], layout: Layout) ->
     return chosen.detach()
 
 
-@pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", "packed"), ("qwen3_vl", "shared"), ("qwen3", "padded")])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen2_5_vl", "packed"), ("qwen3_vl", "shared"), ("qwen3_5", "shared"), ("qwen3", "padded")]
+)
 def test_one_sample_of_all_turns_equals_a_sample_for_each(
     net: Make, reader: Make, family: Family, layout: Layout
 ) -> None:

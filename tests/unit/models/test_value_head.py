@@ -28,8 +28,8 @@ from vlmrl.types import Floats, Layout, Sample
 
 Make = Callable[..., Any]
 
-FAMILIES: list[Family] = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"]
-TEXT: list[Family] = ["qwen3", "llama"]
+FAMILIES: list[Family] = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text", "qwen3", "llama"]
+TEXT: list[Family] = ["qwen3", "qwen3_5_text", "llama"]
 OURS = {"": PACKED, "text_config": PACKED, "vision_config": "sdpa"}
 
 

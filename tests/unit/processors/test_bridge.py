@@ -163,7 +163,7 @@ def test_a_special_token_that_is_split_over_parts_stays_text() -> None:
     assert one.encode(rendered, [])[0].tolist().count(end(one)) == 1
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text", "qwen3", "llama"])
 def test_prompt_response_and_bridge_of_tiny_models_are_what_the_engine_would_read(family: Any, tmp_path: Path) -> None:
     """The whole conversation, rendered by Transformers and encoded as a prompt with all its images."""
     one = processor(str(build(family, tmp_path / family, size="micro")), min_pixels=784, max_pixels=150_000)

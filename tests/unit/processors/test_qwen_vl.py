@@ -16,7 +16,7 @@ from vlmrl.plugins import Processor, processor
 
 VISION = "<|vision_start|><|image_pad|><|vision_end|>"
 MIN_PIXELS, MAX_PIXELS = 28 * 28, 150_000
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
 @pytest.fixture(scope="module")

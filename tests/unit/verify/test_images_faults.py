@@ -30,7 +30,7 @@ from vlmrl.verify.images import Path, check
 torch.set_num_threads(1)
 
 BOUND = 1e-3
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def _with_logprobs(rollout: Rollout, logprobs: Floats) -> Rollout:
