@@ -118,6 +118,8 @@ def copy_first_layers(
     text.num_hidden_layers = _num_layers(text)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
+    # The default kernel of experts has no double precision.
+    config._experts_implementation = "eager"
     first = without_weights(
         lambda c: type(net)._from_config(c, dtype=torch.float32, attn_implementation=attn_implementation), config
     )

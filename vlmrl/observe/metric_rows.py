@@ -331,7 +331,7 @@ _ENGINE = (
     _M(
         "verify/layouts/values_gap",
         "",
-        "first step: how far values of `shared` and `packed` are from `padded` on the first two layers, relative",
+        "first step: how far values of `shared` and `packed` are from `padded` on the first layers, relative",
         "lower",
     ),
     _M(

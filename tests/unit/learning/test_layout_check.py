@@ -12,7 +12,7 @@ import torch
 from planted_faults import leak_between_responses, shift_positions
 from sample_batches import batch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3NextConfig
 
 from vlmrl.learning import layout_check
 from vlmrl.learning.layout_check import Difference, compare_layouts, copy_first_layers
@@ -126,6 +126,26 @@ def test_responses_that_start_linear_attention_without_their_prompt_are_detected
     differences = compare(make("qwen3_5", torch.bfloat16))
     assert max(differences["packed"]) < 3e-6
     assert min(differences["shared"]) > 1e-2
+
+
+def test_experts_are_compared_in_double_precision_too(make: Any) -> None:
+    _, read, samples = make("qwen3", torch.float32)
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 384, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    linear = {f"linear_{kind}_head_dim": 16 for kind in ("key", "value")} | {
+        f"linear_num_{kind}_heads": 2 for kind in ("key", "value")
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} | {
+        f"{kind}_intermediate_size": 16 for kind in ("moe", "shared_expert")
+    }
+    config = Qwen3NextConfig(
+        **sizes, **heads, **linear, **experts, layer_types=["linear_attention", "full_attention"], initializer_range=0.3
+    )
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(config, attn_implementation=implementation("auto", CPU))
+    linear_attention.run_per_span(net)
+    differences = compare((net, read, samples))
+    assert max(max(difference) for difference in differences.values()) < 3e-6
 
 
 @pytest.mark.parametrize(
