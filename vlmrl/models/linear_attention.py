@@ -57,6 +57,11 @@ class LinearAttention(nn.Module):
     """For DeepSpeed: ZeRO-3 gathers the layer as a whole. Gathered one by one, its parts would be gathered as often as
     they are called, which differs between ranks, and a rank would wait forever."""
 
+    def __call__(self, hidden_states: Tensor, **others: Any) -> Any:
+        """Pass the states by position. Backward hooks do not see keyword arguments: DeepSpeed's would run, and reduce
+        the layer's gradients, before these are computed."""
+        return super().__call__(hidden_states, **others)
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -248,6 +248,20 @@ def test_deepspeed_gathers_a_layer_as_a_whole() -> None:
     assert [z3_leaf_module(module) for module in model().modules() if isinstance(module, LinearAttention)] == [True] * 2
 
 
+def test_backward_hooks_run_behind_the_gradients_of_the_layer(reader: Make) -> None:
+    net, seen = model(), []
+
+    def record(layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        seen.append(all(parameter.grad is not None for parameter in layer.parameters()))
+
+    for layer in net.modules():
+        if isinstance(layer, LinearAttention):
+            layer.register_full_backward_hook(record)
+    made = samples((6, (4, 3)), (6, (5, 2)))
+    scores(net, reader("qwen3"), make_pack(made, range(4), "shared"))
+    assert seen == [True, True]
+
+
 # ---------------------------------------------------------------- schedules
 
 
