@@ -52,6 +52,7 @@ def test_the_resize_factor_comes_from_the_model(folders: dict[str, Path]) -> Non
         "qwen2_vl": 28,
         "qwen2_5_vl": 28,
         "qwen3_vl": 32,
+        "qwen3_5": 32,
     }
 
 
