@@ -82,6 +82,8 @@ class TrainableModel:
         self._average: Ema | None = None
         with sharded_loading(ds):
             self._net, self._processor = load(self._device)
+            # Some models draw random numbers while they load, how many depends on the stage. The adapter should not.
+            seed(loop.seed, deterministic=loop.full_determinism_enable)
             freeze(self._net, self._processor, vision=model.freeze_visual_encoder, projector=model.freeze_projector)
             self._adapted = None if adapter is None else _adapt(self._net, adapter, model, ds)
 

@@ -58,8 +58,13 @@ class LinearAttention(nn.Module):
     they are called, which differs between ranks, and a rank would wait forever."""
 
     def __call__(self, hidden_states: Tensor, **others: Any) -> Any:
-        """Pass the states by position. Backward hooks do not see keyword arguments: DeepSpeed's would run, and reduce
-        the layer's gradients, before these are computed."""
+        """Pass the states by position, with a gradient. Backward hooks run behind the gradients of positional arguments
+        only: otherwise DeepSpeed's would reduce the layer's gradients, and release its weights, before these are used.
+
+        Behind frozen embeddings, states of the first layer have no gradient of their own.
+        """
+        if torch.is_grad_enabled() and not hidden_states.requires_grad:
+            hidden_states = hidden_states.detach().requires_grad_(any(p.requires_grad for p in self.parameters()))
         return super().__call__(hidden_states, **others)
 
     def forward(

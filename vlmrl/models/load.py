@@ -111,10 +111,22 @@ def read_weights(
         prepare_four_bit(net)
     elif is_deepspeed_zero3_enabled():
         restore_buffers(net)
+    _forget_unused_conversions(net)
     use_packed_vision_attention(net)
     run_per_span(net)
     project_patches(net)
     return net, sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
+
+
+def _forget_unused_conversions(net: PreTrainedModel) -> None:
+    """Forget the renamings that no weight of the files needed: saving would apply their reverse.
+
+    Under ZeRO-3 Transformers keeps them all, and would save `model.layers` of a Qwen3.5 text model as
+    `model.language_model.layers`, which are the names of its files with a vision tower.
+    """
+    conversions = getattr(net, "_weight_conversions", None)
+    if conversions is not None:
+        net._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
 
 
 def refuse_missing_weights(lacking: Sequence[str], path: str, *, flag: str) -> None:

@@ -248,8 +248,10 @@ def test_deepspeed_gathers_a_layer_as_a_whole() -> None:
     assert [z3_leaf_module(module) for module in model().modules() if isinstance(module, LinearAttention)] == [True] * 2
 
 
-def test_backward_hooks_run_behind_the_gradients_of_the_layer(reader: Make) -> None:
+@pytest.mark.parametrize("embeddings", ["trained", "frozen"])
+def test_backward_hooks_run_behind_the_gradients_of_the_layer(reader: Make, embeddings: str) -> None:
     net, seen = model(), []
+    net.get_input_embeddings().requires_grad_(embeddings == "trained")
 
     def record(layer: nn.Module, inputs: Any, outputs: Any) -> None:
         seen.append(all(parameter.grad is not None for parameter in layer.parameters()))
