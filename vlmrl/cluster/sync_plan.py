@@ -114,4 +114,6 @@ def why_merged(adapter: AdapterPlan) -> str:
         return "vLLM has no DoRA"
     names = {"vision": "vision tower", "projector": "projector"}
     parts = " and ".join(name for group, name in names.items() if group in adapter.groups)
+    if not parts:
+        return "vLLM takes adapters of in_proj_z only with those of in_proj_qkv"
     return f"vLLM does not apply adapters of the {parts} exactly"

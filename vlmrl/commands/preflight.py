@@ -31,6 +31,7 @@ from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
+from vlmrl.models.engine_kernels import check_engine_kernels
 from vlmrl.models.kind import check_generates
 from vlmrl.models.max_length import check_length, max_positions
 from vlmrl.observe.trackers import check_trackers
@@ -234,11 +235,21 @@ def format_checkpoint_plan(config: TrainingConfig | EvalConfig) -> list[str]:
 
 
 def check_hardware(config: TrainingConfig | EvalConfig, machines: Session, adapter: AdapterPlan | None = None) -> None:
-    """Raise ConfigError for settings that need a GPU where there is none, or that the engines' GPUs do not support."""
-    if machines.has_gpus:
-        if isinstance(config, RlConfig) or (isinstance(config, SamplingConfig) and config.generation is not None):
-            check_engine_dtype(adapter, config.ds.param_dtype, has_gpu=True)
-        return
+    """Raise ConfigError for settings that need a GPU where there is none, or that vLLM does not support there."""
+    has_gpus = machines.has_gpus
+    if not has_gpus:
+        _check_no_gpu(config)
+    generates = isinstance(config, RlConfig | EvalConfig)
+    if generates or (isinstance(config, SamplingConfig) and config.generation is not None):
+        check_engine_dtype(adapter, config.ds.param_dtype, has_gpu=has_gpus)
+        actor = config.actor
+        check_engine_kernels(
+            actor.model_name_or_path, config.ds.param_dtype, has_gpu=has_gpus, trust_remote_code=actor.trust_remote_code
+        )
+
+
+def _check_no_gpu(config: TrainingConfig | EvalConfig) -> None:
+    """Raise ConfigError for settings that need a GPU."""
     if isinstance(config, RlConfig | EvalConfig | SamplingConfig) and config.vllm.enable_sleep:
         raise ConfigError("vllm.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
     if isinstance(config, RlConfig) and config.ds.enable_sleep:

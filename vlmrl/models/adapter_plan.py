@@ -56,8 +56,16 @@ class AdapterPlan:
     @property
     def fits_engine(self) -> bool:
         """Whether vLLM applies the adapter exactly, so that only the adapter is synced; otherwise merged weights
-        are."""
-        return self.groups == {"language"} and not self.has_magnitude
+        are.
+
+        vLLM fuses the input projections of linear attention, and takes an adapter of the gates `in_proj_z` only with
+        one of `in_proj_qkv`.
+        """
+        targets = set(self.targets)
+        has_lone_gates = any(
+            name.endswith(".in_proj_z") and f"{name.removesuffix('z')}qkv" not in targets for name in targets
+        )
+        return self.groups == {"language"} and not self.has_magnitude and not has_lone_gates
 
     @property
     def engine_rank(self) -> int:

@@ -290,7 +290,7 @@ def _qwen3_5_text(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedC
 
 def _hybrid(shape: _Shape, ids: dict[str, int]) -> dict[str, Any]:
     """Settings of a language model of which every fourth layer, and the last one, has attention, the others linear
-    attention."""
+    attention, whose heads have 64 channels: vLLM's kernel for CPUs takes 64 or 128."""
     has_attention = [i % 4 == 0 or i == shape.layers for i in range(1, shape.layers + 1)]
     text = _language(
         shape,
@@ -300,8 +300,8 @@ def _hybrid(shape: _Shape, ids: dict[str, int]) -> dict[str, Any]:
         layer_types=["full_attention" if full else "linear_attention" for full in has_attention],
         linear_num_key_heads=shape.heads // 2,
         linear_num_value_heads=shape.heads,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
     )
     text["rope_parameters"] |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
     return text

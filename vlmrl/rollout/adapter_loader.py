@@ -112,13 +112,17 @@ class AdapterUpdate:
         return f"{layer}.lora_A" if is_a else f"{layer}.lora_B"
 
     def _layers(self) -> Iterator[tuple[str, Any, list[str]]]:
-        """Return all layers that vLLM has prepared: name, layer, and the names of the layers that are packed into
-        it."""
+        """Return all layers that vLLM has prepared: name, layer, and the parts that its matrices belong to.
+
+        A part is the name of a layer in the checkpoint. The first part of a layer may have several matrices, which are
+        then `part`, `part#1`, ...: they have the same A and shares of B.
+        """
         for name, layer in self.manager.modules.items():
-            parts = self.manager.packed_modules.get(name, [name])
-            if len(parts) != len(layer.lora_a_stacked):
+            parts = list(self.manager.packed_modules.get(name, [name]))
+            num_more = len(layer.lora_a_stacked) - len(parts)
+            if num_more < 0 or (num_more and not hasattr(layer, "expand_packed_lora")):
                 raise ValueError(f"vLLM's {name} packs {len(layer.lora_a_stacked)} matrices but names {len(parts)}")
-            yield name, layer, parts
+            yield name, layer, [parts[0], *(f"{parts[0]}#{i + 1}" for i in range(num_more)), *parts[1:]]
 
     # ---- verification
 
@@ -127,7 +131,7 @@ class AdapterUpdate:
         for _, layer, parts in self._layers():
             for half, matrices in (("lora_A", layer.lora_a_stacked), ("lora_B", layer.lora_b_stacked)):
                 for part, matrix in zip(parts, matrices, strict=True):
-                    yield f"{part}.{half}", matrix[0, 0].cpu()
+                    yield _place_of(part, half), matrix[0, 0].cpu()
 
     def _expected(self, name_at: dict[str, str]) -> dict[str, Tensor]:
         """Return the expected value of each place: A, and B times the scaling, sliced to this worker's shard."""
@@ -138,10 +142,12 @@ class AdapterUpdate:
         expected: dict[str, Tensor | None] = {}
         for name, layer, parts in self._layers():
             for half, take_shard in (("lora_A", layer.slice_lora_a), ("lora_B", layer.slice_lora_b)):
-                whole = [scaled.get(f"{part}.{half}") for part in parts]
+                whole = [scaled.get(f"{part.partition('#')[0]}.{half}") for part in parts]
+                if half == "lora_B":
+                    whole = _shares(whole, parts, layer)
                 if layer.tp_size > 1 and any(matrix is not None for matrix in whole):
                     whole = take_shard(whole) if name in self.manager.packed_modules else [take_shard(whole[0])]
-                expected |= {f"{part}.{half}": matrix for part, matrix in zip(parts, whole, strict=True)}
+                expected |= {_place_of(part, half): matrix for part, matrix in zip(parts, whole, strict=True)}
         return {place: matrix for place, matrix in expected.items() if matrix is not None}
 
     def _read(self, report: AdapterReport, name_at: dict[str, str]) -> None:
@@ -156,7 +162,7 @@ class AdapterUpdate:
                 padded[:rows, :columns] = expected[place]
             if digest(place, held) != digest(place, padded):
                 different[place] = held, padded
-        scaled = {place for place, matrix in expected.items() if place.endswith("lora_B") and matrix.any()}
+        scaled = {place for place, matrix in expected.items() if ".lora_B" in place and matrix.any()}
         factor = common_factor(different.values()) if different and different.keys() == scaled else None
         if factor is not None:
             report["factor"] = factor
@@ -168,7 +174,26 @@ class AdapterUpdate:
                 names = report["older"]
             else:
                 names = report["other"]
-            names.append(name_at.get(place, place))
+            names.append(name_at.get(place.partition("#")[0], place))
+
+
+def _place_of(part: str, half: str) -> str:
+    """Return the place of one matrix: `part#1` has `part.lora_A#1` and `part.lora_B#1`."""
+    name, mark, number = part.partition("#")
+    return f"{name}.{half}{mark}{number}"
+
+
+def _shares(whole: list[Tensor | None], parts: list[str], layer: Any) -> list[Tensor | None]:
+    """Split the B of parts with several matrices, which `whole` repeats, into the rows of each matrix."""
+    if not any("#" in part for part in parts):
+        return whole
+    shares: list[Tensor | None] = []
+    row = 0
+    for part, matrix, size in zip(parts, whole, layer.output_sizes, strict=True):
+        row = row if "#" in part else 0
+        shares.append(None if matrix is None else matrix[row : row + size])
+        row += size
+    return shares
 
 
 def common_factor(pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:

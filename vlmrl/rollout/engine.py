@@ -20,7 +20,7 @@ from vlmrl.rollout import requests
 from vlmrl.rollout.capacity import Limits
 from vlmrl.rollout.compatibility import format_missing
 from vlmrl.rollout.inbox import Inbox
-from vlmrl.rollout.launch import OUTPUT_DELAY_S, Launch, check_base, check_device, engine_arguments, one_line
+from vlmrl.rollout.launch import OUTPUT_DELAY_S, Launch, check_device, check_model, engine_arguments, one_line
 from vlmrl.rollout.reports import (
     HeldAdapter,
     ReadbackPlan,
@@ -99,12 +99,12 @@ class RolloutEngine(Inbox):
         Raises:
             ClusterError: vLLM does not start, or not within `vllm.start_timeout_s`.
             ConfigError: the model does not exist, or vLLM cannot hold it in 4 bits (`vllm.qlora_base`) or cannot apply
-                its adapter in fp32.
+                its adapter in fp32, or has no kernel for it.
         """
-        check_base(self._vllm)
         check_device(adapter=self._plan, dtype=self._settings.dtype)
         if Path(self._settings.model).is_dir():
             startup.work_offline()
+        check_model(self._settings)
         _ = self._processor  # fails for a missing model before anything is started
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
         scheduler = self._llm.vllm_config.scheduler_config

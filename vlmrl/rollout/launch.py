@@ -27,6 +27,7 @@ import torch
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
+from vlmrl.models.engine_kernels import check_engine_kernels
 from vlmrl.plugins import Processor
 from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits
 from vlmrl.rollout.compatibility import FRONT_END, format_missing, missing
@@ -37,6 +38,8 @@ from vlmrl.system.exits import format_exit, may_be_out_of_memory, oom_kills
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vlmrl.rollout.settings import EngineSettings
 
 _T = TypeVar("_T")
 
@@ -144,6 +147,17 @@ def check_device(*, adapter: AdapterPlan | None, dtype: str) -> None:
     if problem is not None:
         raise ClusterError(problem)
     check_engine_dtype(adapter, dtype, has_gpu=torch.cuda.is_available())
+
+
+def check_model(settings: EngineSettings) -> None:
+    """Raise ConfigError when vLLM cannot hold the model as `vllm.qlora_base` says, or lacks a kernel for it here."""
+    check_base(settings.vllm)
+    check_engine_kernels(
+        settings.model,
+        settings.dtype,
+        has_gpu=torch.cuda.is_available(),
+        trust_remote_code=settings.trust_remote_code,
+    )
 
 
 def check_base(vllm: Vllm) -> None:

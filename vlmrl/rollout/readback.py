@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
+from vllm import _custom_ops as ops
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -199,8 +200,8 @@ def find_readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict
             width = math.prod(parameter.shape[1:])
             if isinstance(module, LinearBase) and name == "weight":
                 width = int(getattr(module, "input_size_per_partition", module.input_size))
-                if type(module.quant_method) is UnquantizedLinearMethod and parameter.dim() < 3:
-                    products = [_applied(module)]
+                if type(module.quant_method) is UnquantizedLinearMethod:
+                    products = [_applied(module) if _is_matrix(module) else _convolved(module)]
             elif not _is_transformed(module) and parameter.dim():
                 products = [_direct(module, name)]
                 if isinstance(module, VocabParallelEmbedding) and name == "weight":
@@ -220,6 +221,41 @@ def _is_transformed(module: nn.Module) -> bool:
 def _applied(layer: Any) -> Callable[[Tensor], Tensor]:
     """Multiply with the layer's weight as it is held, without the bias, which is read separately."""
     return lambda x: layer.quant_method.apply(layer, x, None)
+
+
+def _is_matrix(layer: LinearBase) -> bool:
+    """Whether a linear layer is one: vLLM also makes the short convolutions of linear attention of this class."""
+    return layer.weight.dim() < 3 and not _is_packed_convolution(layer)
+
+
+def _is_packed_convolution(layer: LinearBase) -> bool:
+    """Whether the weight is that of a convolution, [channels, 1, taps], in the format of vLLM's kernel for CPUs."""
+    return getattr(layer, "_cpu_unpacked_conv_weight", None) is not None
+
+
+def _convolved(layer: Any) -> Callable[[Tensor], Tensor]:
+    """Multiply with the taps of a causal convolution: each row of x is a sequence, whose last output is the product."""
+
+    def read(x: Tensor) -> Tensor:
+        if not _is_packed_convolution(layer):
+            return _direct(layer, "weight")(x)
+        rows, taps = x.shape
+        channels = len(layer.weight)
+        outputs = ops.causal_conv1d_fwd_cpu(
+            x=x.reshape(-1, 1).repeat(1, channels).T,
+            weight=layer.weight,
+            bias=None,
+            conv_states=x.new_zeros(rows, taps - 1, channels).transpose(1, 2),
+            query_start_loc=torch.arange(0, rows * taps + 1, taps, dtype=torch.int32),
+            cache_indices=torch.arange(rows, dtype=torch.int32),
+            has_initial_state=torch.zeros(rows, dtype=torch.bool),
+            silu_activation=False,
+            is_weight_packed=True,
+        )
+        last: Tensor = outputs[:, taps - 1 :: taps]
+        return last.T
+
+    return read
 
 
 def _direct(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,10 @@ def test_without_4_bits_both_sides_have_the_same_base() -> None:
             "vLLM does not apply adapters of the vision tower and projector exactly",
         ),
         (adapter(dora=True), "vLLM has no DoRA"),
+        (
+            replace(adapter(), targets=("layers.0.linear_attn.in_proj_z",)),
+            "vLLM takes adapters of in_proj_z only with those of in_proj_qkv",
+        ),
     ],
 )
 def test_adapters_that_vllm_cannot_apply_are_sent_merged_and_reported(plan: AdapterPlan, reason: str) -> None:

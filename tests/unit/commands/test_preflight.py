@@ -212,11 +212,27 @@ def test_a_model_that_reads_other_tokens_than_the_actor_is_refused(flag: str, mo
         (["--ds.enable_sleep", "--train.colocate_all"], r"^ds\.enable_sleep frees GPU memory"),
     ],
 )
-def test_settings_that_need_a_gpu_are_refused_without_one(more: list[str], message: str) -> None:
-    config = load(RlConfig, ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", *more])
+def test_settings_that_need_a_gpu_are_refused_without_one(model: str, more: list[str], message: str) -> None:
+    config = load(RlConfig, ["--actor.model_name_or_path", model, "--data.prompt_dataset", "d", *more])
     check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=8),)))
     with pytest.raises(ConfigError, match=message):
         check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=0),)))
+
+
+@pytest.mark.parametrize("num_gpus", [0, 8])
+def test_engines_serve_hybrid_models_in_bf16_only(tmp_path: Path, num_gpus: int) -> None:
+    hybrid = tiny.build("qwen3_5", tmp_path / "micro", size="micro")
+    machine = Session((Node(id="", num_cpus=8, num_gpus=num_gpus),))
+
+    def check(kind: type[RlConfig | SftConfig | EvalConfig], data: str, *more: str) -> None:
+        check_hardware(load(kind, ["--actor.model_name_or_path", str(hybrid), data, "d", *more]), machine)
+
+    for kind, data in ((RlConfig, "--data.prompt_dataset"), (EvalConfig, "--eval.dataset")):
+        check(kind, data, "--ds.param_dtype", "bf16")
+        with pytest.raises(ConfigError, match=r"^ds\.param_dtype fp32 .*\(qwen3_5_text\) in bf16 only: set"):
+            check(kind, data, "--ds.param_dtype", "fp32")
+    # Nothing is sampled.
+    check(SftConfig, "--data.prompt_dataset", "--ds.param_dtype", "fp32")
 
 
 def test_adapters_in_fp32_are_refused_where_an_engine_would_apply_them_on_a_gpu(model: str) -> None:

@@ -77,6 +77,13 @@ def test_linear_attention_has_adapters_on_its_inputs_and_its_output(planned: Any
     )
 
 
+def test_vllm_takes_gates_of_linear_attention_only_with_its_other_inputs(planned: Any) -> None:
+    assert planned("qwen3_5").fits_engine
+    assert planned("qwen3_5", "in_proj_qkv").fits_engine
+    assert planned("qwen3_5", "in_proj_b", "out_proj").fits_engine
+    assert not planned("qwen3_5", "in_proj_z", "q_proj").fits_engine
+
+
 def test_vision_selects_tower_and_projector_and_all_every_unfrozen_layer(planned: Any) -> None:
     vision, everything = planned("qwen2_5_vl", "vision"), planned("qwen2_5_vl", "all")
     assert vision.groups == {"vision", "projector"}

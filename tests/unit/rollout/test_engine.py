@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config
 
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
@@ -68,8 +70,9 @@ class IncompatibleVllm:
         return [["GPUModelRunner.get_model"], ["GPUModelRunner.get_model", "WorkerLoRAManager.lora_config"]]
 
 
-def test_an_incompatible_worker_ends_the_start_in_one_line() -> None:
-    incompatible, vllm = engine(), IncompatibleVllm()
+def test_an_incompatible_worker_ends_the_start_in_one_line(tmp_path: Path) -> None:
+    Qwen3Config().save_pretrained(tmp_path)
+    incompatible, vllm = engine(model=str(tmp_path)), IncompatibleVllm()
     incompatible.__dict__ |= {"_launch": vllm, "_processor": None}
     with pytest.raises(ClusterError, match=r"engine-3: vLLM .* lacks GPUModelRunner\.get_model, WorkerLoRA") as caught:
         asyncio.run(incompatible.start())

@@ -1,0 +1,37 @@
+"""Models for which vLLM has no kernel are refused by name."""
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3_5TextConfig, Qwen3Config
+
+from vlmrl.errors import ConfigError
+from vlmrl.models.engine_kernels import check_engine_kernels
+
+
+def hybrid(folder: Path, **channels: int) -> str:
+    Qwen3_5TextConfig(**channels).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("channels", [64, 128])
+def test_heads_that_the_kernel_for_cpus_takes_pass(tmp_path: Path, channels: int) -> None:
+    model = hybrid(tmp_path, linear_key_head_dim=channels, linear_value_head_dim=channels)
+    check_engine_kernels(model, "bf16", has_gpu=False)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(32, 32), (256, 256), (64, 128)])
+def test_other_heads_are_refused_on_cpu_and_pass_on_a_gpu(tmp_path: Path, keys: int, values: int) -> None:
+    model = hybrid(tmp_path, linear_key_head_dim=keys, linear_value_head_dim=values)
+    with pytest.raises(ConfigError, match=rf"have {keys} channels in keys and {values} in values.*64 or 128") as caught:
+        check_engine_kernels(model, "bf16", has_gpu=False)
+    assert "\n" not in str(caught.value)
+    check_engine_kernels(model, "bf16", has_gpu=True)
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_fp32_is_refused_for_hybrid_models_only(tmp_path: Path, has_gpu: bool) -> None:
+    with pytest.raises(ConfigError, match=r"^ds\.param_dtype fp32 with .*: set ds\.param_dtype bf16$"):
+        check_engine_kernels(hybrid(tmp_path / "hybrid"), "fp32", has_gpu=has_gpu)
+    Qwen3Config().save_pretrained(tmp_path / "plain")
+    check_engine_kernels(str(tmp_path / "plain"), "fp32", has_gpu=has_gpu)
