@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.conv import Conv3dLayer
 from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -26,8 +28,10 @@ from vlmrl.rollout.readback import Places, Readback
 from vlmrl.rollout.reports import Report
 from vlmrl.rollout.worker_extension import WeightUpdate, tied_heads
 
-WIDTH, HEADS, KV_HEADS, INNER, VOCAB = 32, 4, 4, 48, 100
+WIDTH, HEADS, KV_HEADS, INNER, VOCAB, TAPS = 32, 4, 4, 48, 100, 4
 """Equal numbers of key and query heads, so that their weights can be swapped."""
+CHANNELS = (WIDTH, WIDTH, 2 * WIDTH)
+"""Queries, keys and values of the convolution. vLLM's kernel takes multiples of 32 in each of two workers."""
 STACKED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -47,10 +51,22 @@ class Block(nn.Module):
         self.down_proj = RowParallelLinear(INNER, WIDTH, bias=False)
 
 
+def _convolution() -> ColumnParallelLinear:
+    """The short convolution of linear attention, over queries, keys and values, as vLLM makes it."""
+    layer = ColumnParallelLinear(TAPS, sum(CHANNELS), bias=False)
+    layer.weight.data = layer.weight.data.unsqueeze(1)
+    # Replaced, as in vLLM's layer: the parameter's own loader does not know the three parts.
+    parts = [(size, 0, False) for size in CHANNELS]
+    loader = mamba_v2_sharded_weight_loader(parts, layer.tp_size, layer.tp_rank)
+    layer.weight.weight_loader = loader
+    return layer
+
+
 class Model(nn.Module):
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
         self.tower = Conv3dLayer(3, WIDTH, kernel_size=(2, 2, 2), stride=(2, 2, 2), bias=False)
+        self.conv1d = _convolution()
         self.embed_tokens = VocabParallelEmbedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.lm_head = ParallelLMHead(VOCAB, WIDTH)
@@ -78,6 +94,7 @@ def weights(*, tied: bool, dtype: torch.dtype) -> dict[str, Tensor]:
         return (torch.randn(*shape) * 0.05).to(dtype)
 
     named = {"tower.weight": random(WIDTH, 3, 2, 2, 2), "embed_tokens.weight": random(VOCAB, WIDTH)}
+    named["conv1d.weight"] = random(sum(CHANNELS), 1, TAPS)
     for n in range(2):
         layer = f"layers.{n}"
         named |= {f"{layer}.norm.weight": random(WIDTH), f"{layer}.norm.bias": random(WIDTH)}

@@ -35,8 +35,8 @@ def test_all_layers_hold_what_was_sent(dtype: torch.dtype, tied: bool, rank: int
     for seed in range(8):
         report = replica.sync(weights(tied=tied, dtype=dtype), seed=seed)
         assert find_problem([report]) is None
-        # Tower and embedding; twice norm, qkv, o, gate_up and down; an untied head.
-        assert (report["readback"]["layers"], report["readback"]["unread"]) == (12 + (not tied), [])
+        # Tower, convolution and embedding; twice norm, qkv, o, gate_up and down; an untied head.
+        assert (report["readback"]["layers"], report["readback"]["unread"]) == (13 + (not tied), [])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,6 +115,21 @@ class KeepsTheTower(WeightUpdate):
         self.model.tower.weight.copy_(self.before)  # type: ignore[operator,union-attr]
 
 
+class KeepsTheConvolution(WeightUpdate):
+    def __init__(self, *args: Any) -> None:
+        self.before = args[0].conv1d.weight.clone()
+        super().__init__(*args)
+
+    def close(self) -> None:
+        super().close()
+        self.model.conv1d.weight.copy_(self.before)  # type: ignore[operator,union-attr]
+
+
+class SwapsTaps(WeightUpdate):
+    def _load_into_model(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
+        return super()._load_into_model([(n, t.flip(2) if n == "conv1d.weight" else t) for n, t in tensors])
+
+
 class LeavesTheHeadBehind(WeightUpdate):
     def close(self) -> None:
         self._tied_heads = []
@@ -140,6 +155,8 @@ FAULTS = [
     (SwapsLayers, r"layers\.0\.o_proj\.weight holds another layer's weights: layers\.1\.o_proj\.weight, and 1 more"),
     (KeepsALayer, r"layers\.1\.q_proj\.weight holds the weights from before, and 2 more"),
     (KeepsTheTower, r"tower\.weight holds the weights from before$"),
+    (KeepsTheConvolution, r"conv1d\.weight holds the weights from before$"),
+    (SwapsTaps, r"conv1d\.weight holds (its own rows in another order|other numbers)"),
     (LeavesTheHeadBehind, r"embed_tokens\.weight holds the weights from before$"),
     (Empties, r"layers\.0\.gate_proj\.weight holds nothing but zeros, and 1 more"),
     (ChangesABias, r"layers\.0\.v_proj\.bias holds other numbers than were sent \(\d+\.\d% of those read\)$"),
