@@ -25,19 +25,31 @@ from vlmrl.config.ds import Ds
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.models.logprobs import SLICE
-from vlmrl.models.sizes import Blocks, Sizes, num_adapter_parameters
+from vlmrl.models.sizes import Blocks, Recurrence, Sizes, num_adapter_parameters
 
 FOUR_BIT_BYTES = 0.5 + 0.127 / 8
 """Bytes of a parameter in NF4, with its share of the doubly quantized scales (arXiv:2305.14314, section 3)."""
 _BUCKET = 500_000_000
 """Elements of DeepSpeed's `reduce_bucket_size`."""
+_CHUNK = 64
+"""Tokens that linear attention computes at once."""
 _LIVE = 1_000_000_000
 """DeepSpeed's `stage3_max_live_parameters`: the number of gathered parameters that it keeps."""
 _REFERENCE_HINT = (
     "set ds.lora.rank without ref.model_name_or_path: then the actor with its adapters off is the reference"
 )
 _MIB = 1 << 20
-_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+_FUSED = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
+}
 """Linear layer -> the fused layer of vLLM that it becomes a part of."""
 _BYTES = {"bf16": 2, "fp32": 4}
 
@@ -200,8 +212,14 @@ def _pinned(num_bytes: float) -> float:
 
 
 def sequence_bytes(size: Sizes, *, vllm: Vllm, ds: Ds, tokens: int) -> float:
-    """KV cache of a sequence of this many tokens, on one device of an engine."""
-    return 2.0 * size.text.layers * size.text.keys * _BYTES[ds.param_dtype] * tokens / vllm.tensor_parallel_size
+    """KV cache of a sequence of this many tokens, on one device of an engine, and its states of linear attention: the
+    last inputs of the convolution, and a matrix per head in fp32."""
+    s = _BYTES[ds.param_dtype]
+    num_bytes = 2.0 * size.text.attention_layers * size.text.keys * s * tokens
+    if (linear := size.text.recurrence) is not None:
+        convolution = (linear.taps - 1) * (linear.queries + linear.heads * linear.values) * s
+        num_bytes += linear.layers * (convolution + 4 * linear.heads * linear.keys * linear.values)
+    return num_bytes / vllm.tensor_parallel_size
 
 
 def reference_memory(size: Sizes, *, ds: Ds, tokens: int, device: str) -> RoleMemory:
@@ -284,24 +302,44 @@ def _activation_bytes(
 
 def saved_bytes(blocks: Blocks, tokens: int, s: int, *, model: Model, adapted: bool) -> float:
     """Return the bytes that all layers save for the backward pass of this many tokens."""
-    per_token = saved_per_token(blocks, s, adapted=adapted)
     if model.gradient_checkpointing_enable:
-        return tokens * (blocks.layers * blocks.hidden * s + per_token)
-    return tokens * blocks.layers * per_token
+        return tokens * (blocks.layers * blocks.hidden * s + saved_per_token(blocks, s, adapted=adapted))
+    per_token = blocks.attention_layers * _saved_with_attention(blocks, s, adapted=adapted)
+    if (linear := blocks.recurrence) is not None:
+        per_token += linear.layers * _saved_with_recurrence(blocks, linear, s, adapted=adapted)
+    return tokens * per_token
 
 
 def saved_per_token(blocks: Blocks, s: int, *, adapted: bool) -> float:
-    """Return the bytes that one layer saves per token for its backward pass.
+    """Return the bytes that one layer, the largest, saves per token for its backward pass."""
+    with_attention = _saved_with_attention(blocks, s, adapted=adapted)
+    if blocks.recurrence is None:
+        return with_attention
+    return max(with_attention, _saved_with_recurrence(blocks, blocks.recurrence, s, adapted=adapted))
 
-    Two norms save their input in fp32, and their normalized input if they train. Linear layers save their inputs: 2 D,
-    and those of the last projections of attention and feed-forward. Attention saves queries, keys, values and output;
-    the feed-forward saves gate, activated gate and up.
-    """
-    normalized = 0 if adapted else s
+
+def _saved_with_attention(blocks: Blocks, s: int, *, adapted: bool) -> float:
+    """Attention saves queries, keys, values and output, and the inputs of their norms."""
     heads = blocks.queries + blocks.keys
-    norms = 2 * blocks.hidden * (4 + normalized) + (heads * (4 + normalized) if blocks.norms_heads else 0)
+    norms = heads * (4 + (0 if adapted else s)) if blocks.norms_heads else 0
     attention = s * (2 * blocks.queries + 2 * blocks.keys + blocks.queries)
-    return norms + attention + s * (2 * blocks.hidden + 4 * blocks.intermediate)
+    return norms + attention + _saved_beside(blocks, s, adapted=adapted)
+
+
+def _saved_with_recurrence(blocks: Blocks, linear: Recurrence, s: int, *, adapted: bool) -> float:
+    """Linear attention, as PyTorch computes it, in chunks of 64 tokens: in fp32, for each head, 8 times the keys and 6
+    times the values, 5 matrices of a chunk by a chunk, and a state per chunk; inputs and outputs of convolution and
+    gate. Counted in Transformers 5.19 within 1 %; fused kernels save less."""
+    chunks = 8 * linear.keys + 6 * linear.values + 5 * _CHUNK + linear.keys * linear.values / _CHUNK
+    inputs = 2 * linear.queries + 5 * linear.heads * linear.values
+    return 4 * linear.heads * chunks + s * inputs + _saved_beside(blocks, s, adapted=adapted)
+
+
+def _saved_beside(blocks: Blocks, s: int, *, adapted: bool) -> float:
+    """Two norms save their input in fp32, and their normalized input if they train. Linear layers save their inputs: 2
+    D, and that of the last projection of the feed-forward, which saves gate, activated gate and up."""
+    norms = 2 * blocks.hidden * (4 + (0 if adapted else s))
+    return norms + s * (2 * blocks.hidden + 4 * blocks.intermediate)
 
 
 def _logit_bytes(size: Sizes, tokens: int, device: str) -> float:

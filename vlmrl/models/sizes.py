@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.quantize import quantized_layers
@@ -14,8 +14,25 @@ from vlmrl.plugins import ParameterGroup
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The layers of a stack that have linear attention (gated delta rule) in place of attention."""
+
+    layers: int
+    heads: int
+    """Of values; keys have fewer and are repeated."""
+    keys: int
+    """Channels of a head's keys."""
+    values: int
+    """Channels of a head's values."""
+    queries: int
+    """Heads times channels of queries and keys together, before they are repeated."""
+    taps: int
+    """Width of the convolution over queries, keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
-    """A stack of equal layers."""
+    """A stack of layers, equal but for those with linear attention."""
 
     layers: int
     hidden: int
@@ -26,6 +43,12 @@ class Blocks:
     """Heads times channels of the keys, and of the values."""
     norms_heads: bool = False
     """Queries and keys are normalized (Qwen3)."""
+    recurrence: Recurrence | None = None
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with keys and values of every token."""
+        return self.layers - (self.recurrence.layers if self.recurrence is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +97,7 @@ def model_sizes(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) ->
             queries=channels * text.num_attention_heads,
             keys=channels * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
             norms_heads=any(name.endswith("q_norm.weight") for name, _ in net.named_parameters()),
+            recurrence=_recurrence(text),
         ),
         tower=None if vision is None else _tower(vision),
     )
@@ -89,6 +113,20 @@ def num_adapter_parameters(size: Sizes, adapter: AdapterPlan) -> int:
     """Parameters of an adapter: r (in + out) of each layer, and DoRA's magnitudes."""
     shapes = [size.linears[target] for target in adapter.targets]
     return sum(adapter.rank * (out + inner) + (out if adapter.has_magnitude else 0) for out, inner in shapes)
+
+
+def _recurrence(text: PretrainedConfig) -> Recurrence | None:
+    layers = list(getattr(text, "layer_types", None) or ()).count("linear_attention")
+    if not layers or not hasattr(text, "linear_num_value_heads"):
+        return None
+    return Recurrence(
+        layers=layers,
+        heads=text.linear_num_value_heads,
+        keys=text.linear_key_head_dim,
+        values=text.linear_value_head_dim,
+        queries=2 * text.linear_num_key_heads * text.linear_key_head_dim,
+        taps=text.linear_conv_kernel_dim,
+    )
 
 
 def _tower(vision: object) -> Blocks:

@@ -8,29 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.config.lora import Lora
 from vlmrl.config.vllm import Vllm
+from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.load import skeleton
 from vlmrl.models.memory import (
     RoleMemory,
     engine_memory,
     pinned_bytes,
     reward_model_memory,
+    saved_bytes,
     saved_per_token,
+    sequence_bytes,
     trainer_memory,
 )
 from vlmrl.models.quantize import quantized_layers
-from vlmrl.models.sizes import Blocks, Sizes, model_sizes, num_adapter_parameters, with_value_head
+from vlmrl.models.sizes import Blocks, Recurrence, Sizes, model_sizes, num_adapter_parameters, with_value_head
 from vlmrl.plugins import ParameterGroup, plugin
 
 GIB = 2**30
 ARCHITECTURES = Path(__file__).with_name("architectures")
 
 BLOCKS = Blocks(layers=2, hidden=4, intermediate=8, queries=4, keys=2)
+RECURRENCE = Recurrence(layers=1, heads=2, keys=3, values=5, queries=6, taps=4)
 SIZE = Sizes(
     parameters={"vision": 200, "language": 1000},
     quantized=600,
@@ -73,6 +79,56 @@ def test_a_layer_saves_per_token_what_its_backward_pass_reads() -> None:
     assert saved_per_token(BLOCKS, 4, adapted=False) == 2 * 4 * (4 + 4) + 4 * (3 * 4 + 2 * 2) + 4 * (2 * 4 + 4 * 8)
     # Norms that do not train save their input only.
     assert saved_per_token(BLOCKS, 2, adapted=True) == 2 * 4 * 4 + 2 * (3 * 4 + 2 * 2) + 2 * (2 * 4 + 4 * 8)
+
+
+def test_a_layer_with_linear_attention_saves_its_chunks_and_the_stack_counts_both_kinds() -> None:
+    hybrid = replace(BLOCKS, recurrence=RECURRENCE)
+    # For 2 heads in fp32: 8 x 3 of keys, 6 x 5 of values, 5 x 64 of a chunk's matrices, and 3 x 5 / 64 of a state; in
+    # bf16 twice the 6 queries and keys, five times the 2 x 5 values. Norms, inputs and feed-forward as in every layer.
+    linear = 4 * 2 * (24 + 30 + 320 + 15 / 64) + 2 * (2 * 6 + 5 * 10) + 2 * 4 * 4 + 2 * (2 * 4 + 4 * 8)
+    assert saved_per_token(hybrid, 2, adapted=True) == linear
+    attention = saved_per_token(BLOCKS, 2, adapted=True)
+    model = Model(model_name_or_path="m")
+    assert saved_bytes(hybrid, 100, 2, model=model, adapted=True) == 100 * (attention + linear)
+    recomputing = Model(model_name_or_path="m", gradient_checkpointing_enable=True)
+    assert saved_bytes(hybrid, 100, 2, model=recomputing, adapted=True) == 100 * (2 * 4 * 2 + linear)
+
+
+def test_linear_attention_saves_as_much_as_is_counted() -> None:
+    shape = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128}
+    config = Qwen3_5TextConfig(hidden_size=64, layer_types=["linear_attention"], num_hidden_layers=1, **shape)
+    layer = Qwen3_5GatedDeltaNet(config, 0).bfloat16()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(torch.randn(1, 512, 64, dtype=torch.bfloat16, requires_grad=True))
+    saved = sum(storage.nbytes() for storage in storages.values()) / 512
+    recurrence = Recurrence(layers=1, heads=4, keys=128, values=128, queries=512, taps=4)
+    blocks = Blocks(layers=1, hidden=64, intermediate=0, queries=0, keys=0, recurrence=recurrence)
+    # Counted besides: two norms, and the inputs of the feed-forward.
+    counted = saved_per_token(blocks, 2, adapted=True) - 2 * 64 * 4 - 2 * 64
+    assert counted == pytest.approx(saved, rel=0.02)
+
+
+def test_a_sequence_has_keys_and_values_in_attention_layers_and_states_in_the_others() -> None:
+    vllm, ds = Vllm(), Ds(param_dtype="bf16")
+    assert sequence_bytes(SIZE, vllm=vllm, ds=ds, tokens=10) == 2 * 2 * 2 * 2 * 10
+    hybrid = replace(SIZE, text=replace(BLOCKS, recurrence=RECURRENCE))
+    # One attention layer of 2 keys and 2 values; 3 inputs of 6 + 2 x 5 channels in bf16, 2 states of 3 x 5 in fp32.
+    assert sequence_bytes(hybrid, vllm=vllm, ds=ds, tokens=10) == 2 * 2 * 2 * 10 + 3 * 16 * 2 + 2 * 15 * 4
+
+
+def test_sizes_of_a_hybrid_model_are_read_off_its_configuration(tmp_path: Path) -> None:
+    net = skeleton(str(tiny.build("qwen3_5", tmp_path / "tiny")))
+    text = model_sizes(net, lambda name: "vision" if "visual" in name else "language").text
+    assert text.recurrence == Recurrence(layers=2, heads=4, keys=64, values=64, queries=2 * 2 * 64, taps=4)
+    assert (text.layers, text.attention_layers, text.keys) == (3, 1, 2 * 32)
 
 
 def test_plain_fp32_has_weights_gradients_and_two_moments() -> None:
