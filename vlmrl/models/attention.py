@@ -7,7 +7,7 @@ row is one sample, padded on the right; causal tokens never attend to the paddin
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from vlmrl.errors import ConfigError
 from vlmrl.models.attention_kernels import AttentionOptions, Bounds, attend, takes_varlen, varlen, visible
 from vlmrl.models.attention_plan import AttentionPlan, plan_attention, spans_of
 from vlmrl.models.linear_attention import mixes_samples
+
+if TYPE_CHECKING:
+    from vlmrl.models.sequence import SequenceShard
 
 PACKED = "vlmrl_packed"
 
@@ -85,6 +88,7 @@ def packed_attention(
     attention_plan: AttentionPlan | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    sequence_shard: SequenceShard | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each span and to its parent: query [B, H, T, d], key and value [B, Hkv, T, d] -> [B, T, H, d].
@@ -94,6 +98,7 @@ def packed_attention(
         cu_seq_lens_q: [n + 1] int32, the start of each of n spans without parents; the last is B * T. Transformers
             passes it for images, with `max_length_q`, the longest.
         is_causal: by default `module.is_causal`.
+        sequence_shard: query, key and value are of this rank's tokens; the plan, or the rows, are of all tokens.
 
     Without plan and lengths, each row is one sample.
 
@@ -105,6 +110,18 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(unknown) or 'its own mask'}, which packed attention does "
             "not support: set ds.attn_implementation to sdpa or eager"
         )
+    if sequence_shard is not None:
+        output, _ = packed_attention(
+            module,
+            *sequence_shard.to_heads(query, key, value),
+            None,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            is_causal=is_causal,
+            attention_plan=attention_plan,
+        )
+        return sequence_shard.to_tokens(output), None
     batch, heads, length, dim = query.shape
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     options = AttentionOptions(scaling, dropout, sliding_window)

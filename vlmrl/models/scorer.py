@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from vlmrl.errors import ConfigError
 from vlmrl.models.divergence import TeacherRows, token_divergence
 from vlmrl.models.logprobs import ScoringHead
+from vlmrl.models.sequence import SequenceGroup, SequenceShard, sliced_inputs
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -43,15 +44,20 @@ class Backbone(nn.Module):
     The base of `Scorer` and `models.value_head.ValueModel`. Parameters keep their names under `net.`.
     """
 
-    def __init__(self, net: PreTrainedModel) -> None:
+    def __init__(self, net: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
+        """`sequence`: ranks that share the tokens of every pass, which they make together."""
         super().__init__()
         self.net = net
+        self._sequence = sequence
 
     def states(
         self, inputs: dict[str, Any], *, features: dict[str, ImageFeatures] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the hidden states [n, D] that predict the n scored tokens, and these tokens [n], row by row."""
-        inputs = dict(inputs)
+        """Compute the hidden states [n, D] that predict the n scored tokens, and these tokens [n], row by row.
+
+        With a sequence group, only those of the states that this rank has.
+        """
+        inputs, shard = dict(inputs), self._shard(inputs)
         scored, previous = inputs.pop("scored"), inputs.pop("previous")
         images, places = inputs.pop("images", ()), inputs.pop("image_places", ())
         if places:
@@ -62,8 +68,25 @@ class Backbone(nn.Module):
             if features is not None:
                 features |= {name: by_hash[name] for name in images}
             inputs["mm_encoder_outputs"] = {"image": _encoder_outputs([by_hash[name] for name in places])}
-        hidden = self.net.base_model(**inputs).last_hidden_state
-        return hidden.flatten(0, 1)[previous], inputs["input_ids"][scored]
+        if shard is None:
+            hidden = self.net.base_model(**inputs).last_hidden_state
+            return hidden.flatten(0, 1)[previous], inputs["input_ids"][scored]
+        with sliced_inputs(self.net, shard):
+            hidden = self.net.base_model(**inputs, sequence_shard=shard).last_hidden_state
+        is_own, places = shard.owned(previous)
+        return hidden.flatten(0, 1)[places], inputs["input_ids"][scored][is_own]
+
+    def scatter(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Scatter a value for each of `states` into [B, T], with 0 on tokens that are not scored. With a sequence
+        group, the values of all its ranks."""
+        shard = self._shard(inputs)
+        if shard is not None:
+            is_own, _ = shard.owned(inputs["previous"])
+            values = shard.gather(values, is_own)
+        return scatter_scored(values, inputs["scored"])
+
+    def _shard(self, inputs: dict[str, Any]) -> SequenceShard | None:
+        return None if self._sequence is None else SequenceShard(self._sequence, inputs["input_ids"].shape[1])
 
     def _encode(self, names: tuple[str, ...], pixels: Tensor | None, grid: Tensor | None) -> dict[str, ImageFeatures]:
         """Run each image once through the vision tower."""
@@ -83,8 +106,8 @@ class Scorer(Backbone):
     Raises ConfigError for a model whose logits are more than a linear function of the hidden states.
     """
 
-    def __init__(self, net: PreTrainedModel) -> None:
-        super().__init__(net)
+    def __init__(self, net: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
+        super().__init__(net, sequence)
         ScoringHead.adopt(linear_head(net))
 
     def forward(
@@ -108,7 +131,7 @@ class Scorer(Backbone):
         states, targets = self.states(inputs, features=features)
         also = None if teacher is None else partial(token_divergence, teacher=teacher)
         output = self.net.get_output_embeddings()(states, targets, temperature=temperature, banned=banned, also=also)
-        return ScorerOutput(*(scatter_scored(values, inputs["scored"]) for values in output))
+        return ScorerOutput(*(self.scatter(values, inputs) for values in output))
 
 
 def linear_head(net: PreTrainedModel) -> nn.Linear:

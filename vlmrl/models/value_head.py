@@ -20,7 +20,8 @@ from vlmrl.errors import ConfigError
 from vlmrl.models.kind import CLASSIFIER, has_score_layer
 from vlmrl.models.load import read_weights, refuse_missing_weights, skeleton, without_weights
 from vlmrl.models.quantize import FourBit, quantization
-from vlmrl.models.scorer import Backbone, ImageFeatures, scatter_scored
+from vlmrl.models.scorer import Backbone, ImageFeatures
+from vlmrl.models.sequence import SequenceGroup
 from vlmrl.plugins import MODEL_FLAG
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class ValueOutput(NamedTuple):
 class ValueModel(Backbone):
     """Wrapper of a `value_net` model that returns values per token."""
 
-    def __init__(self, net: PreTrainedModel) -> None:
-        super().__init__(net)
+    def __init__(self, net: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
+        super().__init__(net, sequence)
         ScoreHead.adopt(net.score)
 
     def forward(
@@ -62,7 +63,7 @@ class ValueModel(Backbone):
         """
         inputs = inputs | (positions or {})
         states, _ = self.states(inputs, features=features)
-        return ValueOutput(scatter_scored(self.net.score(states), inputs["scored"]))
+        return ValueOutput(self.scatter(self.net.score(states), inputs))
 
 
 class ScoreHead(nn.Linear):
