@@ -64,9 +64,15 @@ def settings(model: str, *, stage: int = 0, lr: float = 0.01, **more: Any) -> Cr
 
 
 def critic(
-    model: str, *, lora: dict[str, Any] | None = None, dtype: str = "fp32", four_bit: bool = False, **options: Any
+    model: str,
+    *,
+    lora: dict[str, Any] | None = None,
+    dtype: str = "fp32",
+    four_bit: bool = False,
+    sequence: int = 1,
+    **options: Any,
 ) -> Any:
-    ds = Ds(param_dtype=dtype, load_in_4bit=four_bit)  # type: ignore[arg-type]
+    ds = Ds(param_dtype=dtype, load_in_4bit=four_bit, sequence_parallel_size=sequence)  # type: ignore[arg-type]
     adapter = None if lora is None else plan(model, lora, {})
     return replace(settings(model, **options), ds=ds, adapter=adapter).build()
 

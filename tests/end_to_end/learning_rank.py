@@ -46,6 +46,7 @@ def policy(
     lora: dict[str, Any] | None = None,
     four_bit: bool = False,
     ema_beta: float | None = None,
+    sequence: int = 1,
     **actor: Any,
 ) -> Any:
     from vlmrl.learning.settings import PolicySettings
@@ -54,7 +55,13 @@ def policy(
     adam = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.01}
     return PolicySettings(
         actor=Model.model_validate({"model_name_or_path": model, "adam": adam, "max_norm": 0.5} | actor),
-        ds=Ds(zero_stage=stage, param_dtype=dtype, adam_offload=offload, load_in_4bit=four_bit),  # type: ignore[arg-type]
+        ds=Ds(
+            zero_stage=stage,  # type: ignore[arg-type]
+            param_dtype=dtype,  # type: ignore[arg-type]
+            adam_offload=offload,
+            load_in_4bit=four_bit,
+            sequence_parallel_size=sequence,
+        ),
         loop=Loop(timeout_s=120),
         columns=Columns(),
         vision=Vision(cache_gib=cache_gib),
@@ -104,17 +111,17 @@ def samples(tools: Any) -> list[Sample]:
 def packs_of(
     learner: Any, rows: Sequence[Sample], layout: str, max_tokens: int, max_samples: int | None = None
 ) -> list[Pack]:
-    tools = learner._processor
+    tools, group_size = learner._processor, learner._ds.sequence_parallel_size
     shares = spread(
         rows,
-        num_ranks=torch.distributed.get_world_size(),
+        num_ranks=torch.distributed.get_world_size() // group_size,
         layout=layout,  # type: ignore[arg-type]
         max_tokens=max_tokens,
         max_samples=max_samples,
         image_cost=lambda image: float(math.prod(tools.grid(image.size))),
         filler=tools.dummy_sample(),
     )
-    return shares[torch.distributed.get_rank()]
+    return shares[torch.distributed.get_rank() // group_size]
 
 
 def totals(rows: Sequence[Sample]) -> Totals:
@@ -357,7 +364,8 @@ def _write(out: Path, learner: Any, metrics: Sequence[dict[str, Any]]) -> None:
     tensors = weights(learner)
     if torch.distributed.get_rank() == 0:
         np.savez(out.with_suffix(".npz"), **tensors)
-        steps = [reduce([rank[step] for rank in by_rank]) for step in range(len(metrics))]
+        of_groups = by_rank[:: learner._ds.sequence_parallel_size]
+        steps = [reduce([rank[step] for rank in of_groups]) for step in range(len(metrics))]
         state = sum(
             t.numel() for s in learner._engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
         )

@@ -298,7 +298,9 @@ class RoleBuilder:
         loop = config.train
         rl = config if isinstance(config, RlConfig) else None
         max_tokens = (None if rl is None else rl.rollout.max_tokens_per_gpu) or loop.max_tokens_per_gpu
-        ranks = Ranks(trained.policy, packing_plan(trained.policy, loop, processor, say), max_tokens, PassMetrics())
+        size = config.ds.sequence_parallel_size
+        packing = packing_plan(trained.policy, loop, processor, say, sequence_size=size)
+        ranks = Ranks(trained.policy, packing, max_tokens, PassMetrics(), size)
         steps = StepPlan(loop.batch_size, epochs=1 if rl is None else loop.max_epochs, seed=loop.seed)
         policy = RemotePolicy(ranks, steps, whole_responses=rl is not None and rl.loss_reads_responses)
         has_reference = config.has_reference or config.reference_is_base

@@ -59,7 +59,7 @@ def remote_critic(
         return None
     if trained.pair is not None and trained.pair.call(lambda pair: pair.shares_features())[0]:
         say("critic: in the actor's processes, with the actor's image features")
-    return RemoteCritic(ranks.over(trained.critic), steps)
+    return RemoteCritic(ranks.over(trained.critic, sequence_size=ranks.sequence_size), steps)
 
 
 def remote_reference(
@@ -90,8 +90,13 @@ def packing_plan(
     loop: Loop,
     processor: Processor,
     say: Callable[[str], None],
+    *,
+    sequence_size: int = 1,
 ) -> PackingPlan:
-    """Return the packing of samples, which depends on the model: patch cost and recurrent layers."""
+    """Return the packing of samples, which depends on the model: patch cost and recurrent layers.
+
+    `sequence_size` ranks share the tokens of a pack.
+    """
     patch_cost, is_recurrent = model.call(lambda model: model.traits())[0]
     if processor.resize_factor is not None:
         say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")
@@ -99,7 +104,7 @@ def packing_plan(
         say(f"train.layout padded instead of {loop.layout}: recurrent layers would mix the samples of a pack")
     return PackingPlan(
         layout="padded" if is_recurrent else loop.layout,
-        max_tokens=loop.max_tokens_per_gpu,
+        max_tokens=loop.max_tokens_per_gpu * sequence_size,
         max_samples=loop.micro_batch_size,
         image_cost=lambda image: patch_cost * math.prod(processor.grid(image.size)),
         filler=processor.dummy_sample(),

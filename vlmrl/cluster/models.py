@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from vlmrl.cluster.sequence_groups import each_group
 from vlmrl.cluster.worker_group import Role_co, WorkerGroup
 from vlmrl.data.balance import spread
 from vlmrl.data.experience import Experience
@@ -96,10 +97,17 @@ class Ranks(Generic[Role_co]):
     max_tokens: int
     """Token budget of a forward pass."""
     pass_metrics: PassMetrics
+    sequence_size: int = 1
+    """Ranks that share the tokens of each pass."""
 
-    def over(self, group: WorkerGroup[_Role]) -> Ranks[_Role]:
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks with the same packs."""
+        return len(self.group) // self.sequence_size
+
+    def over(self, group: WorkerGroup[_Role], *, sequence_size: int = 1) -> Ranks[_Role]:
         """Another model's ranks, with the same packing."""
-        return Ranks(group, self.packing, self.max_tokens, self.pass_metrics)
+        return Ranks(group, self.packing, self.max_tokens, self.pass_metrics, sequence_size)
 
     def forward(
         self,
@@ -116,13 +124,13 @@ class Ranks(Generic[Role_co]):
             undivided: all ranks make the same passes over all samples. A few samples that are divided among many ranks
                 would not be packed together, so that a layout would have nothing to share.
         """
-        num_ranks = 1 if undivided else len(self.group)
-        packs = self.packing.spread(samples, num_ranks, max_tokens=self.max_tokens, layout=layout)
+        shares, max_tokens = 1 if undivided else self.num_groups, self.max_tokens * self.sequence_size
+        packs = self.packing.spread(samples, shares, max_tokens=max_tokens, layout=layout)
         if undivided:
             same = [replace(pack, ids=(FILLER,) * len(pack.ids)) for pack in packs[0]]
-            packs += [same] * (len(self.group) - 1)
+            packs += [same] * (self.num_groups - 1)
         by_sample: dict[int, _Result] = {}
-        for results, counts in self.group.each(call, packs):
+        for results, counts in each_group(self.group, call, packs):
             by_sample.update(results)
             self.pass_metrics.add(counts)
         return [by_sample[number] for number in range(len(samples))]
@@ -139,12 +147,12 @@ class Ranks(Generic[Role_co]):
 
         `whole_responses`: the loss of a token depends on all of its response, whose samples stay in one pack.
         """
-        work: list[Work] = [[] for _ in range(len(self.group))]
+        work: list[Work] = [[] for _ in range(self.num_groups)]
         for part in steps:
-            shares = self.packing.spread(part.samples, len(self.group), whole_responses=whole_responses)
+            shares = self.packing.spread(part.samples, self.num_groups, whole_responses=whole_responses)
             for rank, packs in enumerate(shares):
                 work[rank].append([(pack, pack_experience(pack, part)) for pack in packs])
-        of_steps = [metrics for of_rank in self.group.each(call, work) for metrics in of_rank]
+        of_steps = [metrics for of_rank in each_group(self.group, call, work) for metrics in of_rank]
         for metrics in of_steps:
             self.pass_metrics.add({name: value for name, value in metrics.items() if name.startswith("vision/")})
         return [
@@ -224,8 +232,8 @@ class RemotePolicy:
 
     def fit(self, samples: Sequence[Sample]) -> Metrics:
         """Take one optimizer step of supervised training; return its metrics."""
-        packs, total = self.ranks.packing.spread(samples, len(self._group)), loss_totals(samples)
-        return reduce(self._group.each(lambda policy, share: policy.fit(share, total), packs))
+        packs, total = self.ranks.packing.spread(samples, self.ranks.num_groups), loss_totals(samples)
+        return reduce(each_group(self._group, lambda policy, share: policy.fit(share, total), packs))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vlmrl.algorithms.preference_loss import Offsets, PreferenceLoss
 from vlmrl.cluster.models import RemotePolicy
+from vlmrl.cluster.sequence_groups import each_group
 from vlmrl.data.judgements import Judged, mismatched
 from vlmrl.data.pairs import Pairs
 from vlmrl.data.preference_step import PreferenceStep, chosen_tokens, kept_together, summed
@@ -114,8 +115,8 @@ class PreferencePolicy(RemotePolicy):
         reference: NDArray[np.float64],
     ) -> Metrics:
         step = PreferenceStep(self.loss, reference, desirable, offsets, chosen_tokens(samples))
-        packs = self.ranks.packing.spread(samples, len(self._group), whole_responses=True)
-        return reduce(self._group.each(lambda policy, share: policy.fit_preferences(share, step), packs))
+        packs = self.ranks.packing.spread(samples, self.ranks.num_groups, whole_responses=True)
+        return reduce(each_group(self._group, lambda policy, share: policy.fit_preferences(share, step), packs))
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
         rewards = {"rewards": [self._num_rewards, self._sum_of_rewards]} if self.loss.kind in _WITH_DELTA else {}

@@ -13,6 +13,7 @@ from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.learners import packing_plan
 from vlmrl.cluster.models import PassMetrics, Ranks
 from vlmrl.cluster.role_settings import reward_trainer_settings
+from vlmrl.cluster.sequence_groups import each_group
 from vlmrl.config.stages import RmConfig
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.metrics import reduce
@@ -35,8 +36,9 @@ def start_reward_trainer(
     """Start the ranks of the reward model. `num_rows` counts the training data."""
     settings, loop = reward_trainer_settings(config, adapter, num_rows), config.train
     group = builder.group("actor", settings.build, timeout_s=loop.timeout_s, distributed=True)
-    packing = packing_plan(group, loop, processor, say)
-    return RemoteRewardTrainer(Ranks(group, packing, loop.max_tokens_per_gpu, PassMetrics()))
+    size = config.ds.sequence_parallel_size
+    packing = packing_plan(group, loop, processor, say, sequence_size=size)
+    return RemoteRewardTrainer(Ranks(group, packing, loop.max_tokens_per_gpu, PassMetrics(), size))
 
 
 class RemoteRewardTrainer:
@@ -52,13 +54,13 @@ class RemoteRewardTrainer:
         """Take one optimizer step on pairs of responses; return its metrics."""
         # A pair stays in one pack, as the segments of one response do.
         paired = [replace(sample, response=number // 2) for number, sample in enumerate(samples)]
-        packs = self.ranks.packing.spread(paired, len(self._group), whole_responses=True)
-        return reduce(self._group.each(lambda trainer, share: trainer.fit_pairs(share, margins), packs))
+        packs = self.ranks.packing.spread(paired, self.ranks.num_groups, whole_responses=True)
+        return reduce(each_group(self._group, lambda trainer, share: trainer.fit_pairs(share, margins), packs))
 
     def fit_steps(self, samples: Sequence[Sample], labels: Sequence[Floats]) -> Metrics:
         """Take one optimizer step on labels of steps, [T] per sample; return its metrics."""
-        packs, by_id = self.ranks.packing.spread(samples, len(self._group)), dict(enumerate(labels))
-        return reduce(self._group.each(lambda trainer, share: trainer.fit_steps(share, by_id), packs))
+        packs, by_id = self.ranks.packing.spread(samples, self.ranks.num_groups), dict(enumerate(labels))
+        return reduce(each_group(self._group, lambda trainer, share: trainer.fit_steps(share, by_id), packs))
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
         """Return the score of each response."""

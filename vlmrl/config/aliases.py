@@ -156,7 +156,7 @@ _OPENRLHF = _table("""
     reward_num_gpus_per_node            reward.num_gpus_per_node
     reward_num_nodes                    reward.num_nodes
     reward_pretrain                     reward.model_name_or_path
-    ring_attn_size                      ds.ring_attn_size
+    ring_attn_size                      ds.sequence_parallel_size
     ring_head_stride                    ds.ring_attn_head_stride
     rollout_batch_size                  rollout.batch_size
     rollout_max_tokens_per_gpu          rollout.max_tokens_per_gpu

@@ -48,6 +48,16 @@ def unread_of_sft_distill(distill: SftDistill) -> Unread:
     return dict.fromkeys(("sft.distill_kl", "sft.distill_coef"), "there is no sft.teacher_model_name_or_path")
 
 
+def conflicts_of_sft_distill(teacher: str | None, *, sequence_parallel_size: int) -> list[str]:
+    if teacher is None or sequence_parallel_size == 1:
+        return []
+    conflict = (
+        f"ds.sequence_parallel_size {sequence_parallel_size} does not divide the passes of a teacher: leave it or "
+        "sft.teacher_model_name_or_path out"
+    )
+    return [conflict]
+
+
 def unread_of_distill(distill: Distill) -> Unread:
     if distill.teacher_model_name_or_path is not None:
         return {}

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from vlmrl.config.base import Section, Unread
+from vlmrl.config.base import PositiveInt, Section, Unread
 from vlmrl.config.lora import Lora
 from vlmrl.config.names import is_given
 from vlmrl.config.optimizer import OptimizerSettings
@@ -37,6 +37,9 @@ class Ds(Section):
     """Fused norms and feed-forward layers by Liger, on CUDA. The logits of all tokens are never held at once anyway."""
     packing_samples: bool | None = None
     """OpenRLHF's name for `train.layout`: true is shared, false is padded."""
+    sequence_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of each forward-backward pass of actor and critic (Ulysses, arXiv:2309.14509), for
+    sequences whose activations are too large for one GPU. It divides the number of attention heads, and of ranks."""
     overlap_comm: bool = False
     """Overlap gradient communication with the backward pass."""
 
@@ -67,6 +70,25 @@ def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
         conflicts.append(
             f"ds.attn_implementation {ds.attn_implementation} does not support prompts that responses share: set "
             "train.layout packed or padded, or ds.attn_implementation auto"
+        )
+    return conflicts
+
+
+def conflicts_of_sequence(ds: Ds, num_ranks: dict[str, int]) -> list[str]:
+    """`num_ranks`: for each trained model, the settings of its ranks -> their number."""
+    size = ds.sequence_parallel_size
+    if size == 1:
+        return []
+    conflicts = [
+        f"ds.sequence_parallel_size {size} does not divide the {number} rank{'s' if number > 1 else ''} of {flags}: "
+        f"use a multiple of {size} ranks"
+        for flags, number in num_ranks.items()
+        if number % size
+    ]
+    if ds.attn_implementation in ("sdpa", "eager"):
+        conflicts.append(
+            f"ds.attn_implementation {ds.attn_implementation} would let the samples of a pack attend to each other "
+            f"with ds.sequence_parallel_size {size}: use auto"
         )
     return conflicts
 

@@ -1,6 +1,5 @@
 """OpenRLHF's flags that vlmrl refuses, each with the reason. All others have the same name here."""
 
-_RING = "not built yet: ring attention; a sequence stays on one rank"
 _EXPERTS = "not built yet: settings for mixtures of experts"
 
 REFUSED: dict[str, str] = {
@@ -18,8 +17,8 @@ REFUSED: dict[str, str] = {
     "ds.zpg": "not built yet: ZeRO++ partitions; ds.zero_stage 3 shards over all ranks",
     "ds.deepcompile": "not built yet: compiled DeepSpeed passes",
     "ds.tensor_parallel_size": "not built yet: tensor parallel training; ds.zero_stage 3 shards the weights",
-    "ds.ring_attn_size": _RING,
-    "ds.ring_attn_head_stride": _RING,
+    "ds.ring_attn_size": "replaced by ds.sequence_parallel_size: ranks exchange tokens for heads, not blocks in a ring",
+    "ds.ring_attn_head_stride": "never: ds.sequence_parallel_size exchanges tokens for heads; there is no ring",
     "ds.grad_accum_dtype": "never: gradients are always accumulated in fp32",
     "ds.use_universal_ckpt": "not built yet: resuming with another number of ranks",
     "ref.offload": "not built yet: a reference in CPU memory; give it its own devices with ref.num_gpus_per_node",

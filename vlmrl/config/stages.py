@@ -122,6 +122,9 @@ class SftConfig(SamplingConfig):
         return [
             *sft.conflicts_of_turns(self.data, self.sft),
             *sft.conflicts_of_generation(self.eval, self.sft),
+            *distill.conflicts_of_sft_distill(
+                self.sft.teacher_model_name_or_path, sequence_parallel_size=self.ds.sequence_parallel_size
+            ),
             *super().conflicts(),
         ]
 

@@ -67,10 +67,18 @@ class TrainingConfig(VerbConfig):
         """The reference is the actor with its adapters off, not a separate model."""
         return False
 
+    @property
+    def _num_ranks(self) -> dict[str, int]:
+        """For each trained model, the settings of its ranks -> their number."""
+        return {
+            "actor.num_nodes x actor.num_gpus_per_node": self.actor.num_nodes * self.actor.num_gpus_per_node,
+        }
+
     def conflicts(self) -> list[str]:
         return [
             *data.conflicts_of_data(self.data),
             *ds.conflicts_of_ds(self.ds, self.train),
+            *ds.conflicts_of_sequence(self.ds, self._num_ranks),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 

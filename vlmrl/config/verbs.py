@@ -166,6 +166,14 @@ class RlConfig(TrainingConfig, AgentConfig):
         return stages
 
     @property
+    def _num_ranks(self) -> dict[str, int]:
+        critic = self.critic
+        if not self.has_critic or self.critic_is_with_actor:
+            return super()._num_ranks
+        of_critic = {"critic.num_nodes x critic.num_gpus_per_node": critic.num_nodes * critic.num_gpus_per_node}
+        return super()._num_ranks | of_critic
+
+    @property
     def pools(self) -> list[frozenset[str]]:
         return roles.pools(self.train, critic_is_with_actor=self.critic_is_with_actor)
 

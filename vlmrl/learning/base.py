@@ -28,6 +28,7 @@ from vlmrl.learning.deepspeed_engine import (
     peak_bytes,
     release_memory,
     seed,
+    sequence_group,
     sharded_loading,
     start_engine,
     uses_plain_optimizer,
@@ -40,6 +41,7 @@ from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import inject_adapter
 from vlmrl.models.buffers import check_buffers
 from vlmrl.models.load import freeze, trainable_table
+from vlmrl.models.sequence import check_sequence_parallel
 from vlmrl.observe.metrics import Mean, Metric
 from vlmrl.plugins import Processor
 
@@ -79,11 +81,14 @@ class TrainableModel:
         seed(loop.seed, deterministic=loop.full_determinism_enable)
         self._model, self._ds, self._device = model, ds, device()
         self._world_size = torch.distributed.get_world_size()
+        self._sequence = sequence_group(ds.sequence_parallel_size, loop.timeout_s)
         self._average: Ema | None = None
         with sharded_loading(ds):
             self._net, self._processor = load(self._device)
             # Some models draw random numbers while they load, how many depends on the stage. The adapter should not.
             seed(loop.seed, deterministic=loop.full_determinism_enable)
+            if self._sequence is not None:
+                check_sequence_parallel(self._net, self._sequence.size)
             freeze(self._net, self._processor, vision=model.freeze_visual_encoder, projector=model.freeze_projector)
             self._adapted = None if adapter is None else _adapt(self._net, adapter, model, ds)
 
@@ -193,8 +198,10 @@ class TrainableModel:
         # DeepSpeed averages gradients over ranks, but the shares of the ranks add up to the loss.
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(share * self._world_size)
-        # Shares add up over packs and ranks. The mean is over ranks and steps, so `_step` adds the weight, once.
-        return {f"{self._area}/loss": Mean(values["share"] * self._world_size, 0.0), **self._pack_metrics(values, pack)}
+        # Shares add up over packs and groups of ranks with the same packs, of which one rank each reports. The mean is
+        # over groups and steps, so `_step` adds the weight, once.
+        num_groups = self._world_size // self._ds.sequence_parallel_size
+        return {f"{self._area}/loss": Mean(values["share"] * num_groups, 0.0), **self._pack_metrics(values, pack)}
 
     def _set_progress(self, span: tuple[float, float] | None) -> None:
         """Set the learning rate of the next optimizer step from the run's progress, from 0 to 1, if it is known."""

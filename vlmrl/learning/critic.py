@@ -47,7 +47,7 @@ class Critic(TrainableModel):
             adapter=settings.adapter,
         )
         _unfreeze_head(self._net)
-        value_model = ValueModel(self._net)
+        value_model = ValueModel(self._net, self._sequence)
         options = self._start_engine(value_model, total_steps=settings.total_steps, vision=settings.vision)
         self._forward = ValueForward(value_model, self._processor, **options)
         self._clip = critic.value_clip

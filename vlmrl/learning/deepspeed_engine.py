@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import deepspeed
@@ -30,6 +31,7 @@ from vlmrl.learning import rendezvous
 from vlmrl.learning.optimizers import make_optimizer, make_schedule
 from vlmrl.learning.safe_load import use_safe_load
 from vlmrl.models.quantize import true_shape
+from vlmrl.models.sequence import SequenceGroup
 from vlmrl.startup.driver import gpu_problem
 
 # DeepSpeed calls functions that the installed PyTorch has renamed.
@@ -77,6 +79,24 @@ def init_distributed(timeout_s: float) -> None:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
         rank = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
         raise ClusterError(f"{rank} could not join the training ranks at {rendezvous.address()}: {reason}") from None
+
+
+@cache
+def sequence_group(size: int, timeout_s: float) -> SequenceGroup | None:
+    """Join the group of `size` consecutive ranks that share the tokens of their passes; None for a size of 1.
+
+    Models in the same process share the group. Call `init_distributed` first; the first call is a collective. `size`
+    divides the number of ranks.
+    """
+    if size == 1:
+        return None
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    assert num_ranks % size == 0, f"{num_ranks} ranks do not divide into groups of {size}"
+    groups = [
+        torch.distributed.new_group(list(range(first, first + size)), timeout=timedelta(seconds=timeout_s))
+        for first in range(0, num_ranks, size)
+    ]
+    return SequenceGroup(groups[rank // size], rank % size, size)
 
 
 def device() -> torch.device:

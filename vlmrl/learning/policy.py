@@ -57,7 +57,7 @@ class Policy(PreferenceLearner, WeightSender):
             adapter=settings.adapter,
         )
         WeightSender.__init__(self, self._net, settings.adapter)
-        scorer = Scorer(self._net)
+        scorer = Scorer(self._net, self._sequence)
         options = self._start_engine(scorer, total_steps=settings.total_steps, vision=settings.vision)
         self._forward = LogprobForward(
             scorer, self._processor, temperature=settings.temperature, bans=settings.bans, **options

@@ -47,7 +47,7 @@ class RewardTrainer(TrainableModel):
         )
         # Adding an adapter froze it.
         self._net.score.requires_grad_(True)
-        value_model = ValueModel(self._net)
+        value_model = ValueModel(self._net, self._sequence)
         options = self._start_engine(value_model, total_steps=settings.total_steps, vision=settings.vision)
         self._forward = StateForward(value_model, self._processor, **options)
 

@@ -442,6 +442,25 @@ def test_the_policy_keeps_responses_whole_where_its_loss_reads_them(whole: bool)
     assert (sum(map(len, owners)) == 4) == whole
 
 
+def test_ranks_that_share_tokens_get_the_same_packs_and_count_once() -> None:
+    samples = [sample(number, 4) for number in range(8)]
+    columns = [np.zeros(4, np.float32)] * 8
+    metrics, group = PassMetrics(), FakeRanks(4)
+    # A budget of 8 tokens per rank is one of 16 for two ranks: both groups put their four samples into one pack.
+    ranks = Ranks(group, packing(max_tokens=16), 8, metrics, sequence_size=2)  # type: ignore[arg-type]
+    pairs = RemotePolicy(ranks, StepPlan(batch_size=8, epochs=1, seed=0))
+    assert [row.tolist() for row in pairs.logprobs(samples)] == [s.tokens.tolist() for s in samples]
+    packs = [packs for _, packs, _ in group.calls]
+    assert [len(of_rank) for of_rank in packs] == [1] * 4
+    assert packs[0] == packs[1]
+    assert packs[2] == packs[3]
+    assert set(packs[0][0].ids) | set(packs[2][0].ids) == set(range(8))
+    assert pairs.update(Experience(samples, columns, columns, columns), step=1) == {"policy/loss": 2.0}
+    # Two groups, a pack each, in log-probs and update.
+    assert metrics.take() == {"vision/tower_calls": Sum(4)}
+    assert pairs.ranks.over(group).num_groups == 4, "frozen models divide samples, not tokens"  # type: ignore[arg-type]
+
+
 def test_minibatches_count_responses_not_segments() -> None:
     samples = of_segments(joined=False)
     batches = minibatches(samples, 2, np.random.default_rng(0))

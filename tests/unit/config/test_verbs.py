@@ -77,6 +77,33 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"ds.attn_implementation": "sdpa"}, "sdpa does not support prompts that responses share: set train.layout"),
         ({"ds.attn_implementation": "eager", "ds.packing_samples": True}, "eager does not support prompts"),
         ({"ds.adam_offload": True, "ds.zero_stage": 0}, "set ds.zero_stage to 1, 2 or 3"),
+        (
+            {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 3},
+            "ds.sequence_parallel_size 2 does not divide the 3 ranks of actor.num_nodes x actor.num_gpus_per_node: use",
+        ),
+        ({"ds.sequence_parallel_size": 2}, "does not divide the 1 rank of actor"),
+        (
+            {
+                "ds.sequence_parallel_size": 4,
+                "actor.num_gpus_per_node": 2,
+                "actor.num_nodes": 2,
+                "algo.advantage.estimator": "gae",
+                "critic.num_gpus_per_node": 2,
+            },
+            "4 does not divide the 2 ranks of critic.num_nodes x critic.num_gpus_per_node",
+        ),
+        *(
+            (
+                {
+                    "ds.sequence_parallel_size": 2,
+                    "actor.num_gpus_per_node": 2,
+                    "train.layout": "packed",
+                    "ds.attn_implementation": attention,
+                },
+                f"{attention} would let the samples of a pack attend to each other",
+            )
+            for attention in ("sdpa", "eager")
+        ),
         ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest response"),
         ({"reward.functions": {}}, "there is no reward"),
         ({"reward.functions": {"maths": 1.0}}, "there are math, exact, format"),
@@ -99,6 +126,13 @@ def test_the_defaults_agree_with_each_other() -> None:
 def test_a_contradiction_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         rl(**values)
+
+
+def test_ranks_that_share_tokens_have_no_teacher_in_their_process() -> None:
+    two = {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 2}
+    sft(**two)
+    with pytest.raises(ValidationError, match=r"leave it or sft\.teacher_model_name_or_path out"):
+        sft(**two, **{"sft.teacher_model_name_or_path": "t"})
 
 
 UNREAD: list[tuple[dict[str, Any], str]] = [

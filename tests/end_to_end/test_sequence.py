@@ -1,0 +1,134 @@
+"""Real DeepSpeed on CPU: ranks that share the tokens of their passes take the steps of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from learning_rank import PACKED, PADDED, SHARED
+from ranks import Ranks
+
+FROZEN = {"freeze_visual_encoder": True, "freeze_projector": True}
+STEPS = {
+    # Two ranks with one attention head each, which share one key head.
+    "vl_2": ("vl", {"cut": SHARED, "stage": 2}),
+    "deep_3": ("deep", {"cut": SHARED, "stage": 3, "look": True, "gradient_checkpointing_enable": True}),
+    "text_3": ("text", {"cut": PACKED, "stage": 3}),
+}
+MORE = {
+    "vl_0": ("vl", {"cut": SHARED}),
+    "vl_3": ("vl", {"cut": PACKED, "stage": 3}),
+    "vl_padded": ("vl", {"cut": PADDED, "stage": 2}),
+    "deep_2": ("deep", {"cut": PACKED, "stage": 2}),
+    "text_many": ("text", {"cut": SHARED | {"max_tokens": 60}, "stage": 2}),
+    "vl_reentrant": (
+        "vl",
+        {
+            "cut": SHARED,
+            "stage": 2,
+            "gradient_checkpointing_enable": True,
+            "gradient_checkpointing_reentrant": True,
+        },
+    ),
+}
+"""Of `make prove`."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    from vlmrl.models.tiny import build
+
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: str(build(family, folder / name, size="micro", tied=tied, seed=3))  # type: ignore[arg-type]
+        for name, family, tied in (("vl", "qwen2_5_vl", False), ("deep", "qwen3_vl", True), ("text", "qwen3", True))
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(models: dict[str, str], proves: bool, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Results of all jobs: one rank; two ranks that share all tokens; two that resume; with `prove` four in pairs."""
+    ranks = Ranks(tmp_path_factory.mktemp("runs"), Path(__file__).with_name("critic_rank.py"))
+    given = {name: {"model": models[name], "old": str(ranks.folder / f"{name}.npz")} for name in models}
+    for name in models:
+        ranks.add(name, "score", model=models[name])
+        ranks.add(f"{name}_alone", "update", **given[name], cut=PADDED)
+    ranks.add("gspo_alone", "update", **given["vl"], cut=PADDED, loss=GSPO)
+    ranks.add("lora_alone", "adapt", **given["deep"], cut=PADDED, lora={})
+    ranks.add("value_alone", "value", **given["vl"], cut="padded_many")
+    ranks.add("frozen_alone", "update", **given["deep"], cut=PADDED, cache_gib=0.0, **FROZEN)
+    ranks.run(1)
+
+    for name, (model, options) in (STEPS | (MORE if proves else {})).items():
+        ranks.add(name, "update", **given[model], **options, sequence=2)
+    ranks.add("gspo", "update", **given["vl"], cut=PACKED, loss=GSPO, stage=2, sequence=2)
+    ranks.add("lora", "adapt", **given["deep"], cut=SHARED, lora={}, stage=3, sequence=2)
+    ranks.add("value", "value", **given["vl"], cut="shared_one", stage=2, sequence=2)
+    ranks.add("frozen", "update", **given["deep"], cut=SHARED, stage=2, sequence=2, **FROZEN)
+    checkpoint = str(ranks.folder / "checkpoint")
+    ranks.add("unbroken", "unbroken", **given["vl"], folder=checkpoint, stage=2, sequence=2)
+    ranks.run(2)
+    ranks.add("continued", "continued", **given["vl"], folder=checkpoint, stage=2, sequence=2)
+    ranks.run(2)
+    if proves:
+        for name, (model, options) in STEPS.items():
+            ranks.add(f"{name}_in_pairs", "update", **given[model], **options, sequence=2)
+        ranks.add("few_heads", "fails", task="update", **given["text"], cut=SHARED, sequence=4)
+        ranks.add("value_in_pairs", "value", **given["vl"], cut="packed_many", stage=3, sequence=2)
+        ranks.run(4)
+    return ranks
+
+
+GSPO = {"kind": "gspo", "aggregation": "sequence", "clip_low": 0.03, "clip_high": 0.04}
+"""The loss of a token depends on all of its response, which several ranks hold."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *STEPS,
+        *(pytest.param(name, marks=pytest.mark.prove) for name in (*MORE, *(f"{name}_in_pairs" for name in STEPS))),
+    ],
+)
+def test_a_step_is_that_of_one_rank(runs: Ranks, name: str) -> None:
+    alone = f"{name.split('_')[0]}_alone"
+    runs.assert_close(name, alone)
+    for mine, other in zip(runs.json(name)["steps"], runs.json(alone)["steps"], strict=True):
+        for metric in ("loss", "entropy", "clip_fraction", "kl_old", "ratio_max", "grad_norm"):
+            assert mine[f"policy/{metric}"] == pytest.approx(other[f"policy/{metric}"], rel=1e-3, abs=1e-6), metric
+
+
+def test_losses_of_whole_responses_adapters_frozen_towers_and_critics_too(runs: Ranks) -> None:
+    runs.assert_close("gspo", "gspo_alone")
+    runs.assert_close("lora.adapter", "lora_alone.adapter")
+    runs.assert_close("lora.logprobs", "lora_alone.logprobs", 2e-6)
+    runs.assert_close("frozen", "frozen_alone")
+    runs.assert_close("value", "value_alone")
+    runs.assert_close("value.values", "value_alone.values", 2e-6)
+
+
+@pytest.mark.prove
+def test_critics_in_pairs(runs: Ranks) -> None:
+    runs.assert_close("value_in_pairs", "value_alone")
+
+
+def test_counts_are_those_of_one_rank(runs: Ranks) -> None:
+    mine = runs.json("vl_2")["steps"][0]
+    # Groups of one, two and one image: each image counts once, though both ranks encode it.
+    assert mine["vision/tower_calls"] == 4
+    assert mine["pack/tokens"] < runs.json("vl_alone")["steps"][0]["pack/tokens"]
+
+
+def test_a_continued_run_equals_an_unbroken_one_bit_for_bit(runs: Ranks) -> None:
+    for rank in (0, 1):
+        unbroken, continued = runs.json(f"unbroken.{rank}"), runs.json(f"continued.{rank}")
+        assert continued.pop("extra") == {"step": 2, "note": "é"}
+        unbroken.pop("extra")
+        assert continued == unbroken
+
+
+@pytest.mark.prove
+def test_a_group_that_does_not_divide_the_heads_is_refused_by_name(runs: Ranks) -> None:
+    kind, line = runs.json("few_heads")
+    assert kind == "ConfigError"
+    assert "4 does not divide the 2 attention heads of Qwen3ForCausalLM" in line
