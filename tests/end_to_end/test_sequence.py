@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from learning_rank import PACKED, PADDED, SHARED
-from ranks import Ranks
+from ranks import Ranks, python
 
 FROZEN = {"freeze_visual_encoder": True, "freeze_projector": True}
 STEPS = {
@@ -132,3 +135,30 @@ def test_a_group_that_does_not_divide_the_heads_is_refused_by_name(runs: Ranks) 
     kind, line = runs.json("few_heads")
     assert kind == "ConfigError"
     assert "4 does not divide the 2 attention heads of Qwen3ForCausalLM" in line
+
+
+def bench(model: str, size: int, tokens: int) -> dict[str, Any]:
+    """The measurements of a step on one response."""
+    words = f"bench step --actor.model_name_or_path {model} --ds.param_dtype fp32 --ds.sequence_parallel_size {size}"
+    batch = "--bench.groups 1 --bench.n_samples_per_prompt 1 --bench.prompt_tokens 16 --bench.layouts shared"
+    more = f"--bench.response_tokens {tokens - 16} --bench.repeats 1 --train.max_tokens_per_gpu {tokens}"
+    done = subprocess.run(
+        [python(), "-m", "vlmrl", *words.split(), *batch.split(), *more.split()],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = done.stdout.splitlines()
+    measured: dict[str, Any] = json.loads(line)
+    return measured
+
+
+@pytest.mark.prove
+def test_two_ranks_take_sixty_percent_of_the_memory_of_one_at_most(models: dict[str, str]) -> None:
+    alone, shared = (bench(models["text"], size, 2**15) for size in (1, 2))
+    assert (alone["ranks"], shared["ranks"]) == (1, 2)
+    assert shared["gradient_max"] == pytest.approx(alone["gradient_max"], rel=1e-3)
+    assert shared["gflop"] == pytest.approx(alone["gflop"] / 2, rel=0.01)
+    assert shared["peak_mib"] <= 0.6 * alone["peak_mib"]

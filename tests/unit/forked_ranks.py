@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import distributed_c10d
 
-_TIMEOUT_S = 60
+_TIMEOUT_S = 30
 
 
 def on_ranks(size: int, work: Callable[[], Any], folder: Path) -> list[Any]:
@@ -22,7 +24,9 @@ def on_ranks(size: int, work: Callable[[], Any], folder: Path) -> list[Any]:
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(2 * _TIMEOUT_S)
+        rank.join(_TIMEOUT_S)
+        rank.kill()
+        rank.join()
     errors = [path.read_text() for path in sorted(folder.glob("error.*"))]
     assert not errors, errors[0]
     assert [rank.exitcode for rank in ranks] == [0] * size
@@ -30,16 +34,34 @@ def on_ranks(size: int, work: Callable[[], Any], folder: Path) -> list[Any]:
 
 
 def _rank(number: int, size: int, work: Callable[[], Any], folder: Path) -> None:
-    torch.distributed.init_process_group(
-        "gloo",
-        store=torch.distributed.FileStore(str(folder / "store"), size),
-        rank=number,
-        world_size=size,
-        timeout=timedelta(seconds=_TIMEOUT_S),
-    )
     try:
+        torch.set_num_threads(1)  # threads were not forked
+        _earlier = _forget_groups()  # kept until this process ends: its end would wait for its threads
+        torch.distributed.init_process_group(
+            "gloo",
+            store=torch.distributed.FileStore(str(folder / "store"), size),
+            rank=number,
+            world_size=size,
+            timeout=timedelta(seconds=_TIMEOUT_S),
+        )
         torch.save(work(), folder / f"result.{number}")
         torch.distributed.barrier()
     except BaseException:  # the test's process prints it
         (folder / f"error.{number}").write_text(traceback.format_exc())
-        raise
+        os._exit(1)
+    os._exit(0)
+
+
+def _forget_groups() -> Any:
+    """Forget the process group of an earlier test, whose threads were not forked, and return it."""
+    if not torch.distributed.is_initialized():
+        return None
+    world = distributed_c10d._world
+    group = world.default_pg
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+        table.clear()
+    world.tags_to_pg.clear()
+    world.group_count = 0
+    distributed_c10d._update_default_pg(None)
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    return group

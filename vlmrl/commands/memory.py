@@ -141,7 +141,7 @@ def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
     size, processor = _read(config.actor.model_name_or_path, config)
     adapter = plan_adapter(config.actor, config.ds.lora, processor)
     ranks = _ranks(config.actor)
-    tokens, patches = largest_pack(config, processor, ranks)
+    tokens, patches = largest_pack(config, processor, ranks, sequence_size=config.ds.sequence_parallel_size)
     actor = trainer_memory(
         with_value_head(size) if isinstance(config, RmConfig) else size,
         model=config.actor,
@@ -157,6 +157,7 @@ def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
     if isinstance(config, SftConfig) and config.sft.teacher_model_name_or_path is not None:
         teacher, _ = _read(config.sft.teacher_model_name_or_path, config)
         actor = RoleMemory(actor.name, (*actor.parts, inner_teacher_memory(teacher, ds=config.ds, ranks=ranks)))
+    tokens, _ = largest_pack(config, processor, ranks)  # of frozen models
     roles, sequence, settings_of_length = [(actor, ranks)], 0.0, ""
     if isinstance(config, DpoConfig):
         roles += _reference(config, tokens, machine.device)
@@ -189,7 +190,7 @@ def _critic(config: RlConfig, actor: RoleMemory, device: str) -> tuple[RoleMemor
     size, processor = _read(model.model_name_or_path, config)
     adapter = plan_adapter(model, config.ds.lora, processor)
     ranks = _ranks(critic)
-    tokens, patches = largest_pack(config, processor, ranks)
+    tokens, patches = largest_pack(config, processor, ranks, sequence_size=config.ds.sequence_parallel_size)
     role = trainer_memory(
         with_value_head(size),
         role="critic",
@@ -244,18 +245,24 @@ def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[RoleMemory
     return roles
 
 
-def largest_pack(config: TrainingConfig, processor: Processor, ranks: int) -> tuple[int, int]:
+def largest_pack(
+    config: TrainingConfig, processor: Processor, ranks: int, *, sequence_size: int = 1
+) -> tuple[int, int]:
     """Tokens and vision patches of the largest pack that a rank may get, of prompts full of images.
 
-    It is bounded by the token budget and by the rank's share of an optimizer step, and holds at least one sample.
+    `sequence_size` ranks share the tokens of a pack. It is bounded by their token budget and by their share of an
+    optimizer step, and holds at least one sample.
     """
     response = config.max_response_tokens if isinstance(config, RlConfig) else 0
     longest = config.max_sequence_tokens if isinstance(config, RlConfig) else config.data.max_len
     # The responses of a pair are never in different packs.
     has_steps = isinstance(config, RmConfig) and config.rm.kind == "process"
     at_least = 2 if isinstance(config.data, PairData) and not has_steps else 1
-    samples = -(-config.train.batch_size // ranks) * at_least
-    tokens = min(config.train.max_tokens_per_gpu, min(samples, config.train.micro_batch_size or samples) * longest)
+    samples = -(-config.train.batch_size * sequence_size // ranks) * at_least
+    tokens = min(
+        config.train.max_tokens_per_gpu * sequence_size,
+        min(samples, config.train.micro_batch_size or samples) * longest,
+    )
     tokens = max(tokens, at_least * longest)
     dummy = processor.dummy_sample()
     if dummy is None:

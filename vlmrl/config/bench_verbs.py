@@ -146,7 +146,6 @@ class StepBench(VerbConfig):
         frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
         | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
         | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm", "ds.enable_sleep"})
-        | frozenset({"ds.sequence_parallel_size"})
         | all_but(OneStep, "train", "seed", "micro_batch_size", "max_tokens_per_gpu", "full_determinism_enable")
     )
 
@@ -164,7 +163,9 @@ class StepBench(VerbConfig):
     def conflicts(self) -> list[str]:
         conflicts = []
         if self.ds.zero_stage == 3:
-            conflicts.append("ds.zero_stage 3 shards weights over ranks, and this is one process: use 0, 1 or 2")
+            conflicts.append(
+                "ds.zero_stage 3 shards weights over ranks, and these measurements are of whole ones: use 0, 1 or 2"
+            )
         if "shared" in self.bench.layouts and self.ds.attn_implementation in ("sdpa", "eager"):
             conflicts.append(
                 f"ds.attn_implementation {self.ds.attn_implementation} does not support prompts that responses share: "
@@ -178,6 +179,7 @@ class StepBench(VerbConfig):
         return [
             *conflicts,
             *ds.conflicts_of_ds(self.ds, loop),
+            *ds.conflicts_of_sequence(self.ds, {}),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 
@@ -220,7 +222,7 @@ class DpoBench(StepBench):
     JSON lines, and a table."""
 
     verb: ClassVar[str] = "bench dpo"
-    omits: ClassVar[frozenset[str]] = StepBench.omits | {"bench.n_samples_per_prompt"}
+    omits: ClassVar[frozenset[str]] = StepBench.omits | {"bench.n_samples_per_prompt", "ds.sequence_parallel_size"}
 
     bench: PairBatch = PairBatch()
 

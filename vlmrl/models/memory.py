@@ -8,7 +8,8 @@ With P parameters, T of them trainable, on N ranks, and s bytes of `ds.param_dty
   updates, and 8 T (2 T in 8 bits) for Adam's two moments. Sharded by ZeRO, they are 1/N. With adapters T is r (in +
   out) per layer.
 * **activations** are what each layer saves per token for the backward pass (`saved_per_token`), plus the gradients of
-  one layer. With checkpointing they are s D per token and layer, plus two layers in full.
+  one layer. With checkpointing they are s D per token and layer, plus two layers in full. A rank has 1/S of the tokens
+  of its packs (`ds.sequence_parallel_size`), and all images.
 * States that sleep (`vllm.enable_sleep`, `ds.enable_sleep`) are in pinned main memory, in blocks of powers of two that
   PyTorch never frees: `pinned_bytes`.
 * **update** is the flat copy of the gradient in the optimizer step, 4 T/N, as far as it exceeds activations and bucket,
@@ -96,7 +97,8 @@ def trainer_memory(
 ) -> RoleMemory:
     """Estimate a rank that trains on packs of this many tokens and vision patches, on `device` (cpu or cuda).
 
-    `role` is actor or critic. `has_average`: the ranks together keep a moving average of the weights in fp32.
+    The ranks of `ds.sequence_parallel_size` share the tokens of a pack. `role` is actor or critic. `has_average`: the
+    ranks together keep a moving average of the weights in fp32.
     """
     s = _BYTES[ds.param_dtype]
     num_adapter = num_adapter_parameters(size, adapter) if adapter is not None else 0
@@ -110,8 +112,9 @@ def trainer_memory(
     # Plain fp32 reduces after the backward pass.
     bucket, update = (0, 4 * trains) if plain else (bucket, 4 * trains / shards - bucket)
     gradients = 4 * trains / (shards if ds.zero_stage > 1 else 1) + bucket
+    own = -(-tokens // ds.sequence_parallel_size)
     activations = _activation_bytes(
-        size, model, s, device, tokens, patches, vision_trains(model, adapter), adapted=adapter is not None
+        size, model, s, device, own, patches, vision_trains(model, adapter), adapted=adapter is not None
     )
     asleep = 0.0
     if ds.enable_sleep and device != "cpu":
@@ -368,5 +371,5 @@ def _moment_bytes(size: Sizes, model: Model, adapter: AdapterPlan | None) -> flo
 
 
 def _activations_flag(role: str, model: Model) -> str:
-    less = "lower train.max_tokens_per_gpu"
+    less = "lower train.max_tokens_per_gpu, or for long sequences raise ds.sequence_parallel_size"
     return less if model.gradient_checkpointing_enable else f"set {role}.gradient_checkpointing_enable, or {less}"

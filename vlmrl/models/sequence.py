@@ -85,7 +85,8 @@ class SequenceShard:
         own = values.narrow(dim, start, min(self.width, self.length - start))
         missing = self.width - own.shape[dim]
         if not missing:
-            return own
+            # A view would keep all columns in memory until the backward pass.
+            return own.clone()
         blank = own.new_zeros([missing if d == dim % own.ndim else size for d, size in enumerate(own.shape)])
         return torch.cat([own, blank], dim)
 

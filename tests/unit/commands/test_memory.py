@@ -70,6 +70,33 @@ def test_a_pair_of_responses_is_one_pack_at_least(folder: Callable[..., Path]) -
     assert (longest("outcome"), longest("process")) == (200, 100)
 
 
+def test_ranks_that_share_tokens_have_packs_of_their_common_budget(folder: Callable[..., Path]) -> None:
+    def sft(line: str) -> SftConfig:
+        words = f"--actor.model_name_or_path {folder('qwen3')} --data.prompt_dataset d --actor.num_gpus_per_node 4"
+        return load(SftConfig, f"{words} --data.max_len 100 --train.batch_size 64 {line}".split())
+
+    def largest(config: SftConfig) -> int:
+        reader = processor(str(folder("qwen3")), min_pixels=3136, max_pixels=100_000)
+        return largest_pack(config, reader, 4, sequence_size=config.ds.sequence_parallel_size)[0]
+
+    def activations(config: SftConfig) -> float:
+        ((actor, _),) = memory_plan(config, GPU).roles
+        return next(part.num_bytes for part in actor.parts if part.name == "activations")
+
+    alone, shared = (
+        sft("--train.max_tokens_per_gpu 300"),
+        sft("--train.max_tokens_per_gpu 300 --ds.sequence_parallel_size 2"),
+    )
+    # Two groups of two ranks: packs of 600 tokens, 300 on each rank, as without sharing.
+    assert (largest(alone), largest(shared)) == (300, 600)
+    assert activations(alone) == activations(shared)
+    # A sequence above the budget is halved.
+    alone, shared = (sft(f"--train.max_tokens_per_gpu 50 --ds.sequence_parallel_size {size}") for size in (1, 2))
+    assert (largest(alone), largest(shared)) == (100, 100)
+    half = sft("--train.max_tokens_per_gpu 50 --data.max_len 50")
+    assert activations(shared) == activations(half) < activations(alone)
+
+
 def test_preferences_have_a_reference_unless_it_is_the_base_or_computed_before(folder: Callable[..., Path]) -> None:
     def dpo(line: str = "") -> DpoConfig:
         return load(DpoConfig, f"--actor.model_name_or_path {folder('qwen3')} --data.prompt_dataset d {line}".split())
@@ -126,7 +153,7 @@ def test_the_largest_pack_is_bounded_by_the_budget_and_by_the_step(folder: Calla
         ),
         (
             "--train.max_tokens_per_gpu 100000000 --train.batch_size 100000 --rollout.batch_size 25000",
-            r"largest part is activations of actor.*gradient_checkpointing_enable, or lower train\.max_tokens_per_gpu",
+            r"largest part is activations of actor.*gradient_checkpointing_enable, or lower .*_parallel_size",
         ),
     ],
 )

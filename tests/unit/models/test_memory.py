@@ -184,6 +184,17 @@ def test_checkpointing_saves_the_input_of_each_layer() -> None:
     assert with_it == 100 * (2 * 4 * 4 + each) + passing
 
 
+def test_ranks_that_share_tokens_save_activations_of_their_own_and_of_all_images() -> None:
+    each, head = saved_per_token(BLOCKS, 4, adapted=False), 12 * 34 * 16
+    tower = SIZE.tower
+    assert tower is not None
+    # 100 tokens on three ranks are 34 on each; ten patches are encoded by every rank.
+    estimate = parts(Ds(param_dtype="fp32", sequence_parallel_size=3), ranks=3, tokens=100, patches=10)
+    assert estimate["activations"] == 34 * 2 * each + max(34 * each, head) + 10 * saved_per_token(
+        tower, 4, adapted=False
+    )
+
+
 def test_a_trainable_tower_saves_activations_and_a_frozen_one_none() -> None:
     ds = Ds(param_dtype="fp32")
     frozen: dict[str, Any] = {"freeze_visual_encoder": True, "freeze_projector": True}

@@ -24,12 +24,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vlmrl.cluster.models import loss_totals, pack_experience
 from vlmrl.commands.bench.memory import peak_bytes
 from vlmrl.commands.bench.output import print_json, print_table
+from vlmrl.commands.bench.ranks import other_ranks
 from vlmrl.commands.bench.samples import make_samples, random_experience
 from vlmrl.config.bench_verbs import StepBench
 from vlmrl.config.data import Columns
@@ -92,10 +94,19 @@ class Comparison(NamedTuple):
 
 
 def step(config: StepBench, kind: type[TimedPolicy] | None = None) -> None:
-    """Measure every layout; print a line of JSON for each, and a table. `kind` makes the steps: the policy of `rl`."""
+    """Measure every layout; print a line of JSON for each, and a table. `kind` makes the steps: the policy of `rl`.
+
+    With `ds.sequence_parallel_size`, all measurements are of this process, the first of the ranks.
+    """
+    measure = partial(_measure, kind=kind or TimedPolicy)
+    with other_ranks(config.ds.sequence_parallel_size, measure, config):
+        measure(config)
+
+
+def _measure(config: StepBench, kind: type[TimedPolicy]) -> None:
     setups: list[Setup] = []
     # From before the model is loaded to after its first step: the peak of a rank.
-    rank_peak = peak_bytes(lambda: setups.append(_set_up(config, kind or TimedPolicy)), device())
+    rank_peak = peak_bytes(lambda: setups.append(_set_up(config, kind)), device())
     policy, experience, measurements = setups[0]
     first = measurements[config.bench.layouts[0]]
     for measurement in measurements.values():
@@ -106,7 +117,8 @@ def step(config: StepBench, kind: type[TimedPolicy] | None = None) -> None:
     for number in range(config.bench.repeats + 1):
         for layout in _rotated(config.bench.layouts, number):
             policy.time(measurements[layout], experience, warms_up=number == 0)
-    _print(config, measurements, policy, rank_peak)
+    if torch.distributed.get_rank() == 0:
+        _print(config, measurements, policy, rank_peak)
 
 
 class Setup(NamedTuple):
@@ -165,7 +177,7 @@ class TimedPolicy(Policy):
             samples,
             num_ranks=1,
             layout=layout,
-            max_tokens=config.train.max_tokens_per_gpu,
+            max_tokens=config.train.max_tokens_per_gpu * config.ds.sequence_parallel_size,
             max_samples=config.train.micro_batch_size,
             image_cost=lambda image: patch * math.prod(self._processor.grid(image.size)),
             filler=self._processor.dummy_sample(),
@@ -212,7 +224,10 @@ class TimedPolicy(Policy):
                     accumulated.add_(gradient)
             counts = counter.get_flop_counts()["Global"]
             measurement.flops += sum(counts.get(operator, 0) for operator in _COUNTED)
-            measurement.flops += attention_flops(pack, self._net.config.get_text_config())
+            num_ranks = torch.distributed.get_world_size()
+            measurement.flops += attention_flops(pack, self._net.config.get_text_config()) / num_ranks
+        for gradient in total:
+            torch.distributed.all_reduce(gradient)
         on_cpu = [gradient.to("cpu", torch.float32) for gradient in total]
         if measurement is first:
             measurement.gradients = on_cpu
@@ -315,6 +330,7 @@ def _print(
             gradient_diff_max=measured.gradient_diff,
             gradient_max=measured.gradient_max,
             device=str(policy.device),
+            ranks=torch.distributed.get_world_size(),
             threads=torch.get_num_threads(),
         )
         rows.append(

@@ -127,6 +127,10 @@ def test_layouts_are_compared_with_the_first_one(lines: Any, capsys: pytest.Capt
     [
         ({"ds": {"zero_stage": 3}}, "ds.zero_stage 3 shards weights over ranks"),
         ({"ds": {"attn_implementation": "sdpa"}}, "leave shared out of bench.layouts"),
+        (
+            {"ds": {"attn_implementation": "sdpa", "sequence_parallel_size": 2}, "bench": {"layouts": ["packed"]}},
+            "sdpa would let the samples of a pack attend to each other",
+        ),
         ({"bench": {"layouts": ["padded", "padded"]}}, "bench.layouts padded padded names a layout twice"),
         ({"bench": {"images_per_prompt": 2}}, "bench.images_per_prompt would not be read"),
         ({"bench": {"layouts": []}}, "at least 1"),
