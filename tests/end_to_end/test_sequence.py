@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 from learning_rank import PACKED, PADDED, SHARED
 from ranks import Ranks, python
+from recipes import read_metrics, recipe
+
+from vlmrl.commands.sft import train_sft
+from vlmrl.config.load import load
+from vlmrl.config.stages import SftConfig
 
 FROZEN = {"freeze_visual_encoder": True, "freeze_projector": True}
 STEPS = {
@@ -162,3 +167,18 @@ def test_two_ranks_take_sixty_percent_of_the_memory_of_one_at_most(models: dict[
     assert shared["gradient_max"] == pytest.approx(alone["gradient_max"], rel=1e-3)
     assert shared["gflop"] == pytest.approx(alone["gflop"] / 2, rel=0.01)
     assert shared["peak_mib"] <= 0.6 * alone["peak_mib"]
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_run_has_the_metrics_of_one_rank(models: dict[str, str], tmp_path: Path) -> None:
+    flags = {"train.max_steps": 2, "train.batch_size": 8, "data.prompt_dataset": "visual_math?families=count&pixels=56"}
+    steps = {}
+    for size in (1, 2):
+        out = tmp_path / str(size)
+        ranks = {"actor.num_gpus_per_node": size, "ds.sequence_parallel_size": size, "ds.zero_stage": 3}
+        train_sft(load(SftConfig, recipe("quickstart_sft.yaml", models["vl"], out, **flags, **ranks)))
+        steps[size] = [line for line in read_metrics(out) if "policy/loss" in line]
+    assert len(steps[1]) == len(steps[2]) == 2
+    for alone, shared in zip(steps[1], steps[2], strict=True):
+        for metric in ("policy/loss", "policy/grad_norm", "policy/entropy", "pack/tokens", "vision/tower_calls"):
+            assert shared[metric] == pytest.approx(alone[metric], rel=1e-4), metric
