@@ -73,6 +73,7 @@ class Backbone(nn.Module):
             return hidden.flatten(0, 1)[previous], inputs["input_ids"][scored]
         with sliced_inputs(self.net, shard):
             hidden = self.net.base_model(**inputs, sequence_shard=shard).last_hidden_state
+        shard.check_exchanges(self.net)
         is_own, places = shard.owned(previous)
         return hidden.flatten(0, 1)[places], inputs["input_ids"][scored][is_own]
 

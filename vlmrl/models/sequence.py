@@ -66,18 +66,29 @@ def sliced_inputs(net: PreTrainedModel, shard: SequenceShard) -> Iterator[None]:
         handle.remove()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SequenceShard:
     """One rank's part of a pass over rows of T tokens: columns `rank * width` to `(rank + 1) * width`, padded."""
 
     group: SequenceGroup
     length: int
     """T"""
+    num_exchanges: int = 0
+    """Attention layers that have exchanged their tokens."""
 
     @property
     def width(self) -> int:
         """Columns of each rank."""
         return -(-self.length // self.group.size)
+
+    def check_exchanges(self, net: PreTrainedModel) -> None:
+        """Raise ConfigError if the attention of a layer has seen this rank's tokens only, after a forward pass."""
+        layers = int(net.config.get_text_config().num_hidden_layers)
+        if self.num_exchanges != layers:
+            raise ConfigError(
+                f"ds.sequence_parallel_size {self.group.size}: {self.num_exchanges} of the {layers} layers of "
+                f"{type(net).__name__} attend to the tokens of other ranks: use 1"
+            )
 
     def take(self, values: Tensor, dim: int) -> Tensor:
         """Slice dimension `dim` of T columns to this rank's, padded with zeros."""
@@ -116,6 +127,7 @@ class SequenceShard:
 
         Where S does not divide Hkv, each key and value head is repeated as often as necessary.
         """
+        self.num_exchanges += 1
         size = self.group.size
         repeats = math.lcm(key.shape[1], size) // key.shape[1]
         by_token = [states.transpose(1, 2) for states in (query, key, value)]

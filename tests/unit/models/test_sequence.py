@@ -25,6 +25,7 @@ from vlmrl.types import Layout
 Make = Callable[..., Any]
 
 OURS = {"": PACKED, "text_config": PACKED, "vision_config": "sdpa"}
+PLAN = "attention_plan"
 FAMILIES: list[Family] = ["qwen3", "qwen2_5_vl", "qwen3_vl"]
 LAYOUTS: list[Layout] = ["packed", "shared", "padded"]
 
@@ -168,6 +169,25 @@ def test_a_core_that_ignores_the_plan_mixes_samples(reader: Make, group: Make, n
 
     with pytest.raises(AssertionError, match="0"):
         compare(tmp_path / "ranks", 2, work, tolerance=0.1)
+
+
+def test_a_model_whose_attention_does_not_exchange_tokens_is_refused(
+    reader: Make, group: Make, net: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family: Family = "qwen3"
+    model = net(family, attention=OURS)
+    inputs = model_inputs(model, reader(family), pack_of(group, family, "packed", 0))
+    # One of the two layers does not pass the shard on.
+    layer = model.model.layers[1]
+    forward = layer.forward
+
+    def drops_shard(*states: Tensor, **others: Any) -> Any:
+        return forward(*states, **{n: other for n, other in others.items() if n not in ("sequence_shard", PLAN)})
+
+    monkeypatch.setattr(layer, "forward", drops_shard)
+    monkeypatch.setattr(SequenceShard, "_exchange", lambda self, chunks: chunks)
+    with pytest.raises(ConfigError, match="1 of the 2 layers of Qwen3ForCausalLM attend to the tokens of other ranks"):
+        Scorer(model, SequenceGroup(None, 0, 2))(inputs)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- slices, by hand
