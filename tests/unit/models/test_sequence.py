@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from forked_ranks import on_ranks
@@ -14,7 +15,7 @@ from vlmrl.data.packing import Pack, make_pack
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.attention import PACKED
-from vlmrl.models.inputs import model_inputs
+from vlmrl.models.inputs import model_inputs, states_at
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
 from vlmrl.models.sequence import SequenceGroup, SequenceShard, check_sequence_parallel
@@ -63,9 +64,11 @@ def scored(net: PreTrainedModel, inputs: dict[str, Any], sequence: SequenceGroup
     return differentiated(net, loss, [out.logprobs, out.entropy])
 
 
-def valued(net: PreTrainedModel, inputs: dict[str, Any], sequence: SequenceGroup | None) -> Run:
+def valued(
+    net: PreTrainedModel, inputs: dict[str, Any], sequence: SequenceGroup | None, positions: dict[str, Tensor] | None
+) -> Run:
     """The same with a value head."""
-    out = ValueModel(net, sequence)(dict(inputs))
+    out = ValueModel(net, sequence)(dict(inputs), positions=positions)
     return differentiated(net, out.values.sum().square(), [out.values])
 
 
@@ -146,8 +149,11 @@ def test_a_value_head_a_recomputed_pass_and_a_rank_without_a_scored_token(
 
     def work(sequence: SequenceGroup | None) -> list[Run]:
         inputs = [model_inputs(value, reader(family), each) for each in (pack, late)]
+        ends = states_at(pack, [np.arange(len(item.tokens)) == len(item.tokens) - 1 for item in pack.samples])
         return [
-            *(valued(value, each, sequence) for each in inputs),
+            *(valued(value, each, sequence, None) for each in inputs),
+            # The scores of a reward model.
+            valued(value, inputs[0], sequence, ends),
             *(scored(recomputed, each, sequence) for each in inputs),
         ]
 
