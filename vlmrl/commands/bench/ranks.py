@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 
-from vlmrl.errors import VlmrlError
+from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.system.scratch import MEETING_FILE
 
 _Config = TypeVar("_Config")
@@ -23,11 +23,14 @@ _Config = TypeVar("_Config")
 def other_ranks(size: int, measure: Callable[[_Config], object], config: _Config) -> Iterator[None]:
     """Run `measure(config)` on ranks 1 to `size - 1`; in the context, this process is rank 0.
 
-    On CPU the ranks share the cores. Raises VlmrlError when another rank fails.
+    On CPU the ranks share the cores. Raises VlmrlError when another rank fails, ConfigError when there are GPUs, but
+    fewer than ranks.
     """
     if size == 1:
         yield
         return
+    if 0 < (num_gpus := torch.cuda.device_count()) < size:
+        raise ConfigError(f"{size} ranks need {size} GPUs, and this machine has {num_gpus}")
     with TemporaryDirectory(prefix="vlmrl-bench-") as folder:
         variables = {"WORLD_SIZE": str(size), MEETING_FILE: str(Path(folder) / "store")}
         threads = max(1, torch.get_num_threads() // size)

@@ -53,6 +53,9 @@ from vlmrl.types import Floats, Totals
 
 PARTS = ("forward", "backward", "optimizer")
 
+_TIMEOUT_S = 600
+"""Longest wait of a rank for the others."""
+
 _COUNTED = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 """Not `bmm`: it belongs to attention, whose FLOPs are derived."""
 
@@ -154,7 +157,7 @@ class TimedPolicy(Policy):
         settings = PolicySettings(
             actor=config.actor.model_copy(update={"lr_scheduler": "constant"}),
             ds=config.ds,
-            loop=config.train,
+            loop=config.train.model_copy(update={"timeout_s": _TIMEOUT_S}),
             columns=columns,
             # No cache: every pass runs the vision tower.
             vision=Vision(cache_gib=0.0),
