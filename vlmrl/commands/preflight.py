@@ -35,7 +35,7 @@ from vlmrl.models.engine_kernels import check_engine_kernels
 from vlmrl.models.kind import check_generates
 from vlmrl.models.max_length import check_length, max_positions
 from vlmrl.observe.trackers import check_trackers
-from vlmrl.plugins import Processor, check_same_inputs, processor_of
+from vlmrl.plugins import MODEL_FLAG, Processor, check_same_inputs, processor_of
 from vlmrl.rewards.label_check import LabelCheck
 from vlmrl.rewards.question_labels import label_questions
 from vlmrl.system import machine
@@ -142,6 +142,20 @@ def check_teacher(config: SftConfig) -> None:
             settings="a prompt and its response (data.max_len)",
             trust_remote_code=config.actor.trust_remote_code,
         )
+
+
+def check_sequence(config: TrainingConfig) -> None:
+    """Check that the ranks of `ds.sequence_parallel_size` can share actor and critic. Raises ConfigError."""
+    size, actor = config.ds.sequence_parallel_size, config.actor
+    if size == 1:
+        return
+    from vlmrl.models.load import skeleton
+    from vlmrl.models.sequence import check_divisible
+
+    critic = config.critic.model_name_or_path if isinstance(config, RlConfig) and config.has_critic else None
+    for flag, path in ((MODEL_FLAG, actor.model_name_or_path), ("critic.model_name_or_path", critic)):
+        if path is not None:
+            check_divisible(skeleton(path, trust_remote_code=actor.trust_remote_code, flag=flag), size)
 
 
 def _check_other_models(config: TrainingConfig | EvalConfig, given: Sequence[tuple[str, str]]) -> None:

@@ -25,6 +25,7 @@ from vlmrl.commands.preflight import (
     check_machine,
     check_models,
     check_reference,
+    check_sequence,
     check_teacher,
     format_checkpoint_plan,
     format_positions,
@@ -96,8 +97,10 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         check_models(config)
     if isinstance(config, EvalConfig):
         check_adapter(config)
-    if isinstance(config, TrainingConfig) and config.ckpt.best_metric_key is not None:
-        read_best(folder.best, metric=config.ckpt.best_metric_key)
+    if isinstance(config, TrainingConfig):
+        check_sequence(config)
+        if config.ckpt.best_metric_key is not None:
+            read_best(folder.best, metric=config.ckpt.best_metric_key)
     if isinstance(config, DpoConfig):
         check_reference(config)
     actor = config.actor

@@ -37,11 +37,19 @@ class SequenceGroup(NamedTuple):
 
 def check_sequence_parallel(net: PreTrainedModel, size: int) -> None:
     """Raise ConfigError unless `size` ranks can share the tokens of this model's passes."""
+    check_divisible(net, size)
+    if not isolates_samples(net):
+        raise ConfigError(
+            f"ds.sequence_parallel_size {size} needs ds.attn_implementation auto: with others, tokens attend to other "
+            "samples"
+        )
+
+
+def check_divisible(net: PreTrainedModel, size: int) -> None:
+    """Raise ConfigError unless `size` ranks can share the layers of this kind of model, which may be a skeleton."""
     flag, name = f"ds.sequence_parallel_size {size}", type(net).__name__
     if net._is_stateful:
         raise ConfigError(f"{flag}: {name} has recurrent layers, which pass a state from token to token: use 1")
-    if not isolates_samples(net):
-        raise ConfigError(f"{flag} needs ds.attn_implementation auto: with others, tokens attend to other samples")
     heads = int(net.config.get_text_config().num_attention_heads)
     if heads % size:
         sizes = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)

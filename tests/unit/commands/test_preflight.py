@@ -16,6 +16,7 @@ from vlmrl.commands.preflight import (
     check_algorithm,
     check_hardware,
     check_models,
+    check_sequence,
     critic_adapter_plan,
     format_checkpoint_plan,
 )
@@ -233,6 +234,25 @@ def test_engines_serve_hybrid_models_in_bf16_only(tmp_path: Path, num_gpus: int)
             check(kind, data, "--ds.param_dtype", "fp32")
     # Nothing is sampled.
     check(SftConfig, "--data.prompt_dataset", "--ds.param_dtype", "fp32")
+
+
+def test_ranks_that_cannot_share_a_models_layers_are_refused_before_anything_starts(model: str, tmp_path: Path) -> None:
+    hybrid = str(tiny.build("qwen3_5_text", tmp_path / "micro", size="micro"))
+
+    def check(kind: type[RlConfig | SftConfig], actor: str, size: int, *more: str) -> None:
+        words = ["--actor.model_name_or_path", actor, "--data.prompt_dataset", "d", "--actor.num_gpus_per_node", "6"]
+        check_sequence(load(kind, [*words, "--ds.sequence_parallel_size", str(size), *more]))
+
+    for kind in (RlConfig, SftConfig):
+        check(kind, hybrid, 1)
+        check(kind, model, 2)
+        with pytest.raises(ConfigError, match=r"^ds\.sequence_parallel_size 3 does not divide the 2 attention heads"):
+            check(kind, model, 3)
+        with pytest.raises(ConfigError, match=r"^ds\.sequence_parallel_size 2: Qwen3_5ForCausalLM has recurrent"):
+            check(kind, hybrid, 2)
+    critic = [ESTIMATOR, "gae", "--critic.num_gpus_per_node", "6", "--critic.model_name_or_path", hybrid]
+    with pytest.raises(ConfigError, match="Qwen3_5ForCausalLM has recurrent layers"):
+        check(RlConfig, model, 2, *critic)
 
 
 def test_adapters_in_fp32_are_refused_where_an_engine_would_apply_them_on_a_gpu(model: str) -> None:
