@@ -89,6 +89,16 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         check_lengths(config.generation)
     if isinstance(config, RlConfig | EvalConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
+    _check_roles(config)
+    if isinstance(config, TrainingConfig) and config.ckpt.best_metric_key is not None:
+        read_best(folder.best, metric=config.ckpt.best_metric_key)
+    actor = config.actor
+    processor = processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
+    return Prepared(folder, processor, warnings)
+
+
+def _check_roles(config: AnyConfig) -> None:
+    """Check the models of a run, and what they are to compute."""
     if isinstance(config, SftConfig):
         check_teacher(config)
     if isinstance(config, RlConfig):
@@ -97,17 +107,12 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         check_models(config)
     if isinstance(config, EvalConfig):
         check_adapter(config)
-    if isinstance(config, TrainingConfig):
-        check_sequence(config)
-        if config.ckpt.best_metric_key is not None:
-            read_best(folder.best, metric=config.ckpt.best_metric_key)
     if isinstance(config, DpoConfig):
         check_reference(config)
-    actor = config.actor
     if not isinstance(config, RmConfig):
-        check_generates(actor.model_name_or_path, trust_remote_code=actor.trust_remote_code)
-    processor = processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
-    return Prepared(folder, processor, warnings)
+        check_generates(config.actor.model_name_or_path, trust_remote_code=config.actor.trust_remote_code)
+    if isinstance(config, TrainingConfig):
+        check_sequence(config)
 
 
 def check_folder(config: AnyConfig, folder: RunFolder) -> None:

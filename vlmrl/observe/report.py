@@ -25,7 +25,7 @@ from vlmrl.observe.samples import samples_of_evaluations, samples_of_step
 from vlmrl.observe.sinks import Sink, open_sinks
 from vlmrl.observe.start_times import StartTimes
 from vlmrl.observe.trackers import OnlyNew, Opening, open_trackers
-from vlmrl.system import stops
+from vlmrl.system import exits, stops
 from vlmrl.types import Metrics
 
 _DRAW_EVERY = 10
@@ -132,6 +132,7 @@ class RunReport:
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
+            exits.abandon(_name(tracker))
             self._say_once(failure, f"within {limit_s:g} s: its last metrics may be lost")
 
     def _end(self, error: BaseException | None) -> None:

@@ -21,6 +21,7 @@ _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 """_IOWR(0xFF, 11, struct pidfd_info) of <linux/pidfd.h>, for the 64 bytes of its first version."""
 _PIDFD_INFO_EXIT = 1 << 3
 _POLL_S = 0.05
+_ABANDONED_S = 5.0
 _FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 _FATAL_SIGNALS = {
     "Segmentation fault": signal.SIGSEGV,
@@ -116,17 +117,40 @@ def may_be_out_of_memory(returncode: int | None) -> bool:
     return returncode in (None, -signal.SIGKILL, -signal.SIGBUS)
 
 
+_abandoned: set[str] = set()
+
+
+def abandon(what: str) -> None:
+    """Let the end of this process not wait for threads: those of `what` do not end, as their service does not answer.
+
+    An interpreter waits for the threads of executors without limit.
+    """
+    _abandoned.add(what)
+
+
 def end_process(code: Any) -> NoReturn:
     """End this process with the code or the message of a SystemExit, without unloading its modules.
 
-    All else that the interpreter does at its end is done. Unloading PyTorch and Ray takes about a second.
+    All else that the interpreter does at its end is done, within a limit where something was abandoned. Unloading
+    PyTorch and Ray takes about a second.
     """
-    steps: list[Callable[[], Any]] = [threading._shutdown, atexit._run_exitfuncs]  # type: ignore[attr-defined]
-    for function in (*steps, *(stream.flush for stream in (sys.stdout, sys.stderr) if stream is not None)):
-        with suppress(Exception):
-            function()
+    if _abandoned:
+        last = threading.Thread(target=_quietly, args=(atexit._run_exitfuncs,), daemon=True)
+        last.start()
+        last.join(_ABANDONED_S)
+    else:
+        _quietly(threading._shutdown)  # type: ignore[attr-defined]
+        _quietly(atexit._run_exitfuncs)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            _quietly(stream.flush)
     if code is not None and not isinstance(code, int):
         with suppress(Exception):
             sys.stderr.write(f"{code}\n")
         code = 1
     os._exit((code or 0) & 0xFF)
+
+
+def _quietly(function: Callable[[], Any]) -> None:
+    with suppress(Exception):
+        function()

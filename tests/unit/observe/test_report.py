@@ -141,11 +141,14 @@ def test_a_tracker_whose_service_does_not_answer_is_given_up(
     monkeypatch.setattr("vlmrl.observe.report._LIMIT_S", 0.1)
     report = RunReport(RunFolder(tmp_path), logger=Logger(), config={}, title="test")
     answer = threading.Event()
+    abandoned: list[str] = []
+    monkeypatch.setattr("vlmrl.system.exits.abandon", abandoned.append)
     with report:
         report.begin(total_steps=1, done=0)
         report._trackers = [OnlyNew(Silent(answer), Sent(tmp_path / "sent.json", resumes=False))]
     report.finish()
     answer.set()
+    assert abandoned == ["Silent"], "the end of the process must not wait for its threads either"
     assert "Silent did not close: within 0.1 s: its last metrics may be lost" in capsys.readouterr().out
 
 

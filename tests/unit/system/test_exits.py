@@ -112,3 +112,21 @@ end_process({code})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (expected, "not flushed\nthread\nat exit\n", errors)
+
+
+def test_a_process_does_not_wait_for_threads_that_were_abandoned() -> None:
+    script = """
+import atexit, time
+from concurrent.futures import ThreadPoolExecutor
+from vlmrl.system import exits
+
+exits._ABANDONED_S = 0.2
+atexit.register(time.sleep, 600)
+atexit.register(print, "at exit")
+ThreadPoolExecutor().submit(time.sleep, 600)
+print("ended")
+exits.abandon("a service")
+exits.end_process(3)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (3, "ended\nat exit\n")
