@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vlmrl.plugins import BridgeReport, ParameterGroup
 
 MODEL_TYPES: tuple[str, ...] = ()
+_UNPROVEN = ("qwen3_5_moe",)
+"""Models with images that would be taken for text models."""
 """Empty: models of types that no other file lists belong to this family."""
 
 # Two Unicode noncharacters, which valid text does not contain. They mark text of a dataset that looks like a special
@@ -284,7 +286,11 @@ class TextProcessor:
 def load(
     path: str, *, config: PretrainedConfig, min_pixels: int, max_pixels: int, trust_remote_code: bool
 ) -> TextProcessor:
-    """Load the processor of a text model."""
+    """Load the processor of a text model. Raises ConfigError for a model with images that is known to be unproven."""
+    if config.model_type in _UNPROVEN:
+        raise ConfigError(
+            f"{path} is a {config.model_type}, whose images are not proven here: use a dense model, of type qwen3_5"
+        )
     del min_pixels, max_pixels  # bounds on images, which a text model does not take
     from transformers import AutoTokenizer
 

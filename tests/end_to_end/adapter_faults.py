@@ -73,6 +73,13 @@ class ChangesOneNumber(AdapterUpdate):
         super().activate(tensors | {name: changed})
 
 
+class ChangesKeysOfLinearAttention(AdapterUpdate):
+    def activate(self, tensors: dict[str, Tensor]) -> None:
+        super().activate(tensors)
+        layer = next(layer for name, layer in self.manager.modules.items() if name.endswith("in_proj_qkvz"))
+        layer.lora_b_stacked[1][0, 0, 0, 0] += 1e-2
+
+
 class Faulty(WeightReceiver):
     def vlmrl_plant(self, fault: str) -> None:
         self.vlmrl_adapter_update = globals()[fault]

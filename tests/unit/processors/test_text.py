@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import Qwen3_5MoeConfig
 
 from vlmrl.config.data import Columns
 from vlmrl.errors import ConfigError, DataError
@@ -182,3 +183,10 @@ def test_a_saved_processor_loads_again(text_model: Processor, folder: Path, tmp_
     columns = Columns()
     assert again.render("é?", num_images=0, columns=columns) == text_model.render("é?", num_images=0, columns=columns)
     assert again.encode("é?", [])[0].tolist() == text_model.encode("é?", [])[0].tolist()
+
+
+def test_a_mixture_of_experts_with_images_is_refused_by_name(tmp_path: Path) -> None:
+    model = build("qwen3_5", tmp_path / "model", size="micro")
+    Qwen3_5MoeConfig().save_pretrained(model)
+    with pytest.raises(ConfigError, match=r"is a qwen3_5_moe, whose images are not proven here: use a dense model"):
+        processor(str(model), min_pixels=3136, max_pixels=12544)
