@@ -167,7 +167,7 @@ def bench(model: str, size: int, tokens: int) -> dict[str, Any]:
 
 @pytest.mark.prove
 def test_two_ranks_take_sixty_percent_of_the_memory_of_one_at_most(models: dict[str, str]) -> None:
-    alone, shared = (bench(models["text"], size, 2**14) for size in (1, 2))
+    alone, shared = (bench(models["text"], size, 2**13) for size in (1, 2))
     assert (alone["ranks"], shared["ranks"]) == (1, 2)
     assert shared["gradient_max"] == pytest.approx(alone["gradient_max"], rel=1e-3)
     assert shared["gflop"] == pytest.approx(alone["gflop"] / 2, rel=0.01)
