@@ -34,22 +34,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdaptedPair]:
 
 
 def test_engine_and_trainer_agree_after_syncs_of_base_and_adapter(pair: AdaptedPair) -> None:
-    assert pair.gap(adapter=False) < ROUNDING
     pair.trainer.change("everything")
-    assert pair.gap(adapter=False) > 3 * ROUNDING, "a change must show before it is synced"
     pair.sync()
     (read,) = pair.run(pair.engine.readback())
     assert (read["unread"], read["wrong"]) == ([], [])
     assert pair.gap(adapter=False) < ROUNDING
-    for _ in range(2):
-        pair.trainer.train()
-        assert pair.send() == pair.trainer.fingerprint()
-        assert pair.gap(adapter=True) < ROUNDING
-        pair.trainer.switch(on=False)
-        assert pair.trainer.difference(pair.sample(adapter=True)) > 3 * ROUNDING
-        pair.trainer.switch(on=True)
+    pair.trainer.train()
+    assert pair.send() == pair.trainer.fingerprint()
+    groups = pair.sample(adapter=True)
+    assert pair.gap(adapter=True, groups=groups) < ROUNDING
+    assert pair.gap(adapter=False, groups=groups) > 3 * ROUNDING
 
 
+@pytest.mark.prove
 def test_a_wrong_share_of_a_fused_adapter_is_found(pair: AdaptedPair) -> None:
     """vLLM splits B of `in_proj_qkv` into queries, keys and values."""
     pair.plant("ChangesKeysOfLinearAttention")
@@ -63,6 +60,7 @@ def test_a_wrong_share_of_a_fused_adapter_is_found(pair: AdaptedPair) -> None:
     assert pair.gap(adapter=True) < ROUNDING
 
 
+@pytest.mark.prove
 def test_states_in_the_prefix_cache_are_those_of_the_current_weights(pair: AdaptedPair) -> None:
     cache = pair.engine._llm.vllm_config.cache_config  # type: ignore[union-attr]
     sampling = dataclasses.replace(SAMPLING, n=2, max_new_tokens=4)
