@@ -193,7 +193,7 @@ class SftBench(VerbConfig):
         frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
         | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
         | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm", "ds.enable_sleep"})
-        | frozenset({"ds.sequence_parallel_size"})
+        | frozenset({"ds.sequence_parallel_size", "ds.ring_attn_size"})
         | all_but(Loop, "train", "seed", "max_tokens_per_gpu", "full_determinism_enable")
     )
 
@@ -222,7 +222,11 @@ class DpoBench(StepBench):
     JSON lines, and a table."""
 
     verb: ClassVar[str] = "bench dpo"
-    omits: ClassVar[frozenset[str]] = StepBench.omits | {"bench.n_samples_per_prompt", "ds.sequence_parallel_size"}
+    omits: ClassVar[frozenset[str]] = StepBench.omits | {
+        "bench.n_samples_per_prompt",
+        "ds.sequence_parallel_size",
+        "ds.ring_attn_size",
+    }
 
     bench: PairBatch = PairBatch()
 

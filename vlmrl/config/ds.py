@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from vlmrl.config.base import PositiveInt, Section, Unread
+from vlmrl.config.base import ConflictError, PositiveInt, Section, Unread
 from vlmrl.config.lora import Lora
 from vlmrl.config.names import is_given
 from vlmrl.config.optimizer import OptimizerSettings
@@ -40,6 +40,8 @@ class Ds(Section):
     sequence_parallel_size: PositiveInt = 1
     """Ranks that share the tokens of each forward-backward pass of actor and critic (Ulysses, arXiv:2309.14509), for
     sequences whose activations are too large for one GPU. It divides the number of attention heads, and of ranks."""
+    ring_attn_size: PositiveInt | None = None
+    """OpenRLHF's name for `ds.sequence_parallel_size`."""
     overlap_comm: bool = False
     """Overlap gradient communication with the backward pass."""
 
@@ -49,6 +51,18 @@ class Ds(Section):
         if self.param_dtype == "auto":
             # The section is frozen, and this validator is still constructing it.
             self.__dict__["param_dtype"] = "bf16" if shows_gpu() else "fp32"
+        return self
+
+    @model_validator(mode="after")
+    def resolve_sequence(self) -> Self:
+        """Apply OpenRLHF's `ds.ring_attn_size` to `ds.sequence_parallel_size`."""
+        ring, size = self.ring_attn_size, self.sequence_parallel_size
+        if ring is not None and not is_given(self, "sequence_parallel_size"):
+            self.__dict__["sequence_parallel_size"] = ring
+        elif ring not in (None, size):
+            raise ConflictError(
+                [f"ds.ring_attn_size {ring} means ds.sequence_parallel_size {ring}, but it is {size}: give one of them"]
+            )
         return self
 
 

@@ -17,7 +17,6 @@ REFUSED: dict[str, str] = {
     "ds.zpg": "not built yet: ZeRO++ partitions; ds.zero_stage 3 shards over all ranks",
     "ds.deepcompile": "not built yet: compiled DeepSpeed passes",
     "ds.tensor_parallel_size": "not built yet: tensor parallel training; ds.zero_stage 3 shards the weights",
-    "ds.ring_attn_size": "replaced by ds.sequence_parallel_size: ranks exchange tokens for heads, not blocks in a ring",
     "ds.ring_attn_head_stride": "never: ds.sequence_parallel_size exchanges tokens for heads; there is no ring",
     "ds.grad_accum_dtype": "never: gradients are always accumulated in fp32",
     "ds.use_universal_ckpt": "not built yet: resuming with another number of ranks",

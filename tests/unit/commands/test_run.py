@@ -33,6 +33,19 @@ from vlmrl.trainer.rl import LoopState
 from vlmrl.types import Metrics
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tiny.build("qwen3", folder / "model", size="micro")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _finds_the_model(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripted settings name it `model`: the checks of a run read its configuration."""
+    monkeypatch.chdir(models)
+
+
 class Log:
     """Stands for a run's report and its checkpoints, and records the calls."""
 

@@ -256,6 +256,17 @@ def test_openrlhfs_flag_sets_the_layout(packing: bool | None, layout: str) -> No
     assert sft(**{"ds.packing_samples": packing, "train.layout": layout}).train.layout == layout
 
 
+def test_openrlhfs_flag_sets_the_size_of_sequence_groups() -> None:
+    ranks = {"actor.num_gpus_per_node": 4}
+    for verb in (rl, sft):
+        assert verb(**{"ds.ring_attn_size": 2, **ranks}).ds.sequence_parallel_size == 2
+        assert verb(**{"ds.ring_attn_size": 2, "ds.sequence_parallel_size": 2, **ranks}).ds.sequence_parallel_size == 2
+        with pytest.raises(
+            ValidationError, match=r"ds\.ring_attn_size 2 means ds\.sequence_parallel_size 2, but it is 4"
+        ):
+            verb(**{"ds.ring_attn_size": 2, "ds.sequence_parallel_size": 4, **ranks})
+
+
 def test_a_packing_layout_may_be_given_with_openrlhfs_flag() -> None:
     assert rl(**{"ds.packing_samples": True, "train.layout": "packed"}).train.layout == "packed"
 

@@ -80,4 +80,6 @@ def test_one_sample_of_all_turns_equals_a_sample_for_each(
     for (name, mine), (_, theirs) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         if theirs.grad is not None:
             scale = float(theirs.grad.abs().max().clamp(min=1.0))
-            torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5 * scale, rtol=1e-4, msg=name)
+            # Rounding in the decays of linear attention adds up within a chunk of 64 tokens.
+            bound = 5e-5 if "linear_attn" in name else 1e-5
+            torch.testing.assert_close(mine.grad, theirs.grad, atol=bound * scale, rtol=1e-4, msg=name)
