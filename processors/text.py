@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import History
 from vlmrl.system.plain_text import one_line
 from vlmrl.types import Ints, Media, Sample
+from vlmrl.video_size import Size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
 
     from vlmrl.plugins import BridgeReport, ParameterGroup
 
-MODEL_TYPES: tuple[str, ...] = ()
+MODEL_TYPES: tuple[str, ...] = ()  # models of types that no other file lists belong to this family
 _UNPROVEN = ("qwen3_5_moe",)
 """Models with images that would be taken for text models."""
-"""Empty: models of types that no other file lists belong to this family."""
 
 # Two Unicode noncharacters, which valid text does not contain. They mark text of a dataset that looks like a special
 # token (`<|im_end|>`, `<|image_pad|>`), so that it is encoded as plain text.
@@ -47,6 +47,7 @@ class TextProcessor:
 
     banned_tokens: tuple[int, ...] = ()
     resize_factor: int | None = None
+    frame_factor: int | None = None
     min_pixels: int = 0
     max_pixels: int = 0
     resize_settings: str = ""
@@ -108,7 +109,7 @@ class TextProcessor:
     def readable(self, text: str) -> str:
         return text.translate(_WITHOUT_MARKS)
 
-    def encode(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    def encode(self, text: str, sizes: Sequence[Size]) -> tuple[Ints, Ints]:
         if sizes:
             raise DataError(f"the prompt has {len(sizes)} images, but the model takes text only")
         tokens = self.token_ids(text)
@@ -118,7 +119,7 @@ class TextProcessor:
         return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def bridge(
-        self, messages: Sequence[Mapping[str, Any]], sizes: Sequence[tuple[int, int]], *, last_token: int | None
+        self, messages: Sequence[Mapping[str, Any]], sizes: Sequence[Size], *, last_token: int | None
     ) -> tuple[Ints, Ints]:
         tokens, request = self.encode(self.template.after_response([dict(m) for m in messages]), sizes)
         num_end = self._num_end_of_turn(request, last_token)
@@ -144,11 +145,17 @@ class TextProcessor:
     def token_types(self, tokens: Ints) -> Ints:
         return np.zeros_like(tokens)
 
-    def grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
+    def grid(self, size: Size) -> tuple[int, int, int]:
         raise AssertionError(f"a text model was asked for the patches of an image of size {size}")
 
-    def num_tokens(self, size: tuple[int, int]) -> int:
+    def num_tokens(self, size: Size) -> int:
         raise AssertionError(f"a text model was asked for the tokens of an image of size {size}")
+
+    def expansion(self, size: Size) -> Ints:
+        raise AssertionError(f"a text model was asked for the tokens of an image of size {size}")
+
+    def video_positions(self, tokens: Ints, sizes: Sequence[Size]) -> Ints:
+        raise AssertionError("a text model was asked for positions of a video")
 
     def dummy_sample(self) -> Sample | None:
         return None
@@ -173,8 +180,8 @@ class TextProcessor:
         refuse_image_parts(messages)
         return messages
 
-    def image_text(self) -> str:
-        """Return the placeholder of an image when no chat template is applied."""
+    def image_text(self, kind: str = "image") -> str:
+        """Return the placeholder of an image (or a `video`) when no chat template is applied."""
         raise AssertionError("a text model has no placeholder for images")
 
     def token_ids(self, text: str) -> Ints:
@@ -222,15 +229,9 @@ class TextProcessor:
             for m in messages
         ]
         more: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        apply = partial(self.tokenizer.apply_chat_template, marked, tokenize=False, add_generation_prompt=begin, **more)
         try:
-            return str(
-                call_within(
-                    self.template_limit_s,
-                    lambda: self.tokenizer.apply_chat_template(
-                        marked, tokenize=False, add_generation_prompt=begin, **more
-                    ),
-                )
-            )
+            return str(call_within(self.template_limit_s, apply))
         except OverdueError as error:
             self._num_overdue += 1
             message = f"the model's chat template is {error}"
@@ -260,7 +261,7 @@ class TextProcessor:
             if message["role"] == "user"
             for part in message["content"]
         ]
-        text = "".join(part["text"] if part["type"] == "text" else self.image_text() for part in parts)
+        text = "".join(part["text"] if part["type"] == "text" else self.image_text(part["type"]) for part in parts)
         if template is not None:
             text = template.replace("{}", text, 1)
         if columns.system_prompt is not None:
@@ -330,9 +331,12 @@ def conversation(question: str | Sequence[Mapping[str, Any]], system_prompt: str
 
 
 def refuse_image_parts(messages: Sequence[Message]) -> None:
-    """Raise DataError when messages of a row without images have an image part."""
-    if any(part["type"] == "image" for message in messages for part in message["content"]):
+    """Raise DataError when messages of a row without images have an image part, or one of a video."""
+    kinds = {part["type"] for message in messages for part in message["content"]}
+    if "image" in kinds:
         raise DataError("the chat messages have an image part, but the row has no images")
+    if "video" in kinds:
+        raise DataError("the chat messages have a video part, but the row has no videos")
 
 
 def _message(message: Mapping[str, Any]) -> Message:
@@ -361,9 +365,9 @@ def _part(part: object) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind == "image":
-        return {"type": "image"}
-    raise DataError(f"a chat message has a part of type {kind!r}; allowed are text and image")
+    if kind in ("image", "video"):
+        return {"type": kind}
+    raise DataError(f"a chat message has a part of type {kind!r}; allowed are text, image and video")
 
 
 def _mark_text(text: str, pattern: re.Pattern[str] | None) -> str:

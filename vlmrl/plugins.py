@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 from vlmrl.config.data import Columns
 from vlmrl.errors import ConfigError
 from vlmrl.types import Ints, Media, Sample
+from vlmrl.video_size import Size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +99,8 @@ class Processor(Protocol):
     """Tokens that must never be sampled, because the model expects an image for each."""
     resize_factor: int | None
     """Images are resized to multiples of this many pixels. None: the model takes no images."""
+    frame_factor: int | None
+    """Videos have a multiple of this many frames. None: the model takes no videos."""
     min_pixels: int
     max_pixels: int
     resize_settings: str
@@ -138,7 +141,8 @@ class Processor(Protocol):
     ) -> Sequence[Mapping[str, Any]]:
         """Return the messages that `render` renders, with the system prompt of `columns`.
 
-        The content of each is a list of parts: text, and `{"type": "image"}` in place of each image.
+        The content of each is a list of parts: text, and `{"type": "image"}` or `{"type": "video"}` in place of each
+        image and video, which `num_images` counts together.
 
         Raises DataError as `render` does.
         """
@@ -146,10 +150,11 @@ class Processor(Protocol):
     def readable(self, text: str) -> str:
         """Remove the escapes from a rendered prompt, for users and reward functions."""
 
-    def encode(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-        """Tokenize a rendered prompt: first as the model reads it, then with one placeholder per image (for vLLM).
+    def encode(self, text: str, sizes: Sequence[Size]) -> tuple[Ints, Ints]:
+        """Tokenize a rendered prompt: first as the model reads it, then with one placeholder per image or video (for
+        vLLM).
 
-        `sizes` are the (width, height) of its images, in order. Raises DataError when the numbers of placeholders and
+        `sizes` are those of its images and videos, in order. Raises DataError when the numbers of placeholders and
         images differ.
         """
 
@@ -157,7 +162,7 @@ class Processor(Protocol):
         """Decode [T] to text, without special tokens."""
 
     def bridge(
-        self, messages: Sequence[Mapping[str, Any]], sizes: Sequence[tuple[int, int]], *, last_token: int | None
+        self, messages: Sequence[Mapping[str, Any]], sizes: Sequence[Size], *, last_token: int | None
     ) -> tuple[Ints, Ints]:
         """Return the tokens between a sampled response and the next one, in the two forms of `encode`.
 
@@ -183,7 +188,8 @@ class Processor(Protocol):
         """
 
     def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
-        """Return the model's arguments for these images, in order: `pixel_values` [P, C], `image_grid_thw` [n, 3].
+        """Return the inputs of the vision tower for these images and videos, in order: `pixel_values` [P, C],
+        `image_grid_thw` [n, 3].
 
         Empty without images.
         """
@@ -191,11 +197,18 @@ class Processor(Protocol):
     def token_types(self, tokens: Ints) -> Ints:
         """Return the type of each token, [T]: 0 text, 1 image, 2 video."""
 
-    def grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the number of patches in time, height and width of an image of this (width, height)."""
+    def grid(self, size: Size) -> tuple[int, int, int]:
+        """Return the number of patches in time, height and width of an image or a video."""
 
-    def num_tokens(self, size: tuple[int, int]) -> int:
-        """Return the number of prompt tokens of an image of this (width, height)."""
+    def num_tokens(self, size: Size) -> int:
+        """Return the number of image or video tokens of an image or a video."""
+
+    def expansion(self, size: Size) -> Ints:
+        """Return the tokens that the model reads in place of one placeholder: image tokens, or those of a video and the
+        text between them."""
+
+    def video_positions(self, tokens: Ints, sizes: Sequence[Size]) -> Ints:
+        """Return the M-RoPE positions, [3, T], of tokens with these images and videos, at least one of them a video."""
 
     def dummy_sample(self) -> Sample | None:
         """Return the smallest sample with an image, without sampled tokens; None when the model takes no images."""

@@ -3,8 +3,8 @@
 Index t is about token t everywhere: `logprobs[t]` is the log-probability of `tokens[t]` given `tokens[:t]`, and
 `sampled[t]` is True where the policy chose `tokens[t]`. The one shift by one lives in `models/inputs.py`.
 
-The shape alphabet of the project: N prompts, G responses per prompt, B samples (N * G), T tokens of a sample or of a
-row, V vocabulary, D hidden size, P vision patches, H heads, L layers.
+The shape alphabet: N prompts, G responses per prompt, B samples (N * G), T tokens of a sample or row, V vocabulary,
+D hidden size, P vision patches, H heads, L layers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlmrl.errors import ConfigError
+from vlmrl.video_size import Size, placeholder
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Pixels = NDArray[np.uint8]
-"""[height, width, 3], RGB."""
+"""[height, width, 3] of an image, or [frames, height, width, 3] of a video, RGB."""
 
 FinishReason = Literal["stop", "length"]
 Failure = Literal["infrastructure", "response"]
@@ -35,18 +36,18 @@ Retry = Literal["timeout", "death"]
 
 
 class Media(Protocol):
-    """A handle of one image: hash and size are known, pixels are fetched on demand. Copies share the pixels."""
+    """A handle of one image or video: hash and size are known, pixels fetched on demand. Copies share the pixels."""
 
     @property
     def hash(self) -> str:
-        """Hexadecimal digest of the pixels and of the resize settings that made them."""
+        """Hexadecimal digest of the pixels, of the resize settings that made them, and of a video's timing."""
 
     @property
-    def size(self) -> tuple[int, int]:
-        """(width, height) in pixels, after resizing."""
+    def size(self) -> Size:
+        """(width, height) in pixels, after resizing; of a video also its frames and times."""
 
     def fetch(self) -> Pixels:
-        """Return the pixels, [height, width, 3], at the size that trainer and engine both use."""
+        """Return the pixels at the size that trainer and engine both use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,8 +193,8 @@ class ChatMessage:
 
     @property
     def text(self) -> str:
-        """Its text, with `<image>` in place of each image."""
-        return "".join(part if isinstance(part, str) else "<image>" for part in self.parts)
+        """Its text, with `<image>` in place of each image and `<video>` of each video."""
+        return "".join(part if isinstance(part, str) else placeholder(part.size) for part in self.parts)
 
     @property
     def media(self) -> tuple[Media, ...]:

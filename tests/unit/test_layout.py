@@ -93,7 +93,7 @@ def test_the_top_level_holds_no_other_folder() -> None:
 
 def test_the_root_of_the_package_holds_what_every_part_uses() -> None:
     names = {path.stem for path in (ROOT / "vlmrl").glob("*.py")}
-    assert names == {"__init__", "__main__", "cli", "errors", "parallel", "plugins", "types"}
+    assert names == {"__init__", "__main__", "cli", "errors", "parallel", "plugins", "types", "video_size"}
 
 
 def test_modules_are_short() -> None:

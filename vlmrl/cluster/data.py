@@ -23,6 +23,7 @@ from vlmrl.data.source import Source
 from vlmrl.data.targets import Targets
 from vlmrl.rewards.label_check import LabelCheck, functions_that_need_labels, label_substitutes, other_columns
 from vlmrl.types import ChatMessage, Group, Media, Pixels, Prompt, Rollout
+from vlmrl.video_size import Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class StoredMedia:
     """A handle to pixels in the object store. Pickling it copies the reference, not the pixels."""
 
     hash: str
-    size: tuple[int, int]
+    size: Size
     ref: ray.ObjectRef[Pixels]
 
     def fetch(self) -> Pixels:

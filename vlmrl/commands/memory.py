@@ -267,7 +267,7 @@ def largest_pack(
     dummy = processor.dummy_sample()
     if dummy is None:
         return tokens, 0
-    (width, height), (_, rows, columns) = dummy.media[0].size, processor.grid(dummy.media[0].size)
+    (width, height, *_), (_, rows, columns) = dummy.media[0].size, processor.grid(dummy.media[0].size)
     if isinstance(config, RlConfig) and config.has_agent:  # images may come in any turn
         most = config.agent.max_images * config.data.max_pixels * rows * columns / (width * height)
         per_sequence = min(most, longest * rows * columns / processor.num_tokens((width, height)))

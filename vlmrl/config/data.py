@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from vlmrl.config.base import ConflictError, Fraction, PositiveInt, Section, Text, Unread
+from vlmrl.config.base import ConflictError, Fraction, PositiveFloat, PositiveInt, Section, Text, Unread
 
 
 class Columns(Section):
@@ -21,6 +21,9 @@ class Columns(Section):
     label. In messages that end with the assistant's, the last one is the response."""
     image_key: str | None = "images"
     """Column of the images; a row may have none. `none`: no column is read, and `<image>` is plain text."""
+    video_key: str | None = None
+    """Column of the videos, `videos` by custom; a row may have none. Videos inside messages are read with it too.
+    Without it `<video>` is plain text, and a dataset with videos is refused unless this is `none`."""
     input_template: str | None = None
     """Template around the question if no chat template is applied; `{}` is the question."""
     apply_chat_template: bool = True
@@ -43,16 +46,38 @@ class Columns(Section):
     max_image_mib: PositiveInt = 64
     """Largest image file in MiB, also in base64, in Parquet or on the web."""
     image_root: str | None = None
-    """Base folder of relative image paths; by default that of the dataset file."""
+    """Base folder of relative image and video paths; by default that of the dataset file."""
     image_roots: tuple[Text, ...] = ()
-    """Further folders whose images a dataset may name. Others are refused: after following symbolic links, images must
-    lie below the dataset's own folder or `data.image_root`."""
+    """Further folders whose images and videos a dataset may name. Others are refused: after following symbolic links,
+    files must lie below the dataset's own folder or `data.image_root`."""
     allow_image_urls: bool = False
-    """Download images that a dataset names by http(s) URL. Private addresses are refused, also after a redirect."""
+    """Download images and videos that a dataset names by http(s) URL. Private addresses are refused, also after a
+    redirect."""
+    fps: PositiveFloat = 2.0
+    """Frames per second that are taken of a video, as in qwen-vl-utils."""
+    fps_min_frames: Annotated[int, Field(ge=2)] = 4
+    """At least this many frames are taken of a video, if it has them."""
+    fps_max_frames: Annotated[int, Field(ge=2)] = 768
+    """At most this many frames are taken of a video, evenly spaced; for the engine's memory, of any video."""
+    video_min_pixels: PositiveInt = 100_352
+    """Smaller frames are enlarged to this many pixels."""
+    video_max_pixels: PositiveInt = 602_112
+    """Larger frames are shrunk to this many pixels."""
+    video_total_pixels: PositiveInt = 90_316_800
+    """Frames are shrunk until half of their pixels together are at most this many (two frames make one patch), though
+    not below 1.05 times `data.video_min_pixels`."""
+    max_videos_per_prompt: PositiveInt = 1
+    """Maximum number of videos in one prompt; a row with more is dropped and counted."""
+    max_video_frame_pixels: PositiveInt = 9_437_184
+    """Maximum pixels of a frame in the file (4096x2304); more is refused as a decompression bomb."""
+    max_video_s: PositiveFloat = 600.0
+    """Longest video in seconds; a row with a longer one is dropped and counted."""
+    max_video_mib: PositiveInt = 256
+    """Largest video file in MiB, also in base64, in Parquet or on the web."""
     max_dropped_fraction: Fraction = 0.05
     """The run stops when more than this fraction of the rows is unusable."""
 
-    @field_validator("image_key")
+    @field_validator("image_key", "video_key")
     @classmethod
     def read_none(cls, key: str | None) -> str | None:
         """Read `none`, which YAML takes for a string."""
@@ -62,11 +87,15 @@ class Columns(Section):
     def check_pixels(self) -> Self:
         if self.min_pixels > self.max_pixels:
             raise ConflictError([f"data.min_pixels {self.min_pixels} is above data.max_pixels {self.max_pixels}"])
+        for low, high in (("fps_min_frames", "fps_max_frames"), ("video_min_pixels", "video_max_pixels")):
+            if getattr(self, low) > getattr(self, high):
+                raise ConflictError([f"data.{low} {getattr(self, low)} is above data.{high} {getattr(self, high)}"])
         return self
 
 
-COLUMN_KEYS: dict[str, str] = {
-    name: Columns.model_fields[name].default for name in ("input_key", "label_key", "output_key", "image_key")
+COLUMN_KEYS: dict[str, str | None] = {
+    name: Columns.model_fields[name].default
+    for name in ("input_key", "label_key", "output_key", "image_key", "video_key")
 }
 """Settings that name a column -> their defaults."""
 
@@ -89,10 +118,20 @@ class Data(Columns):
     `eval.dataset`. Rows with the same prompt (question and images) are never divided, also over datasets."""
 
 
+VIDEO_SETTINGS = (
+    *("fps", "fps_min_frames", "fps_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels"),
+    *("max_videos_per_prompt", "max_video_frame_pixels", "max_video_s", "max_video_mib"),
+)
+"""Settings that are read only with `data.video_key`."""
+
+
 def unread_of_columns(columns: Columns) -> Unread:
-    if not columns.apply_chat_template:
-        return {}
-    return {"data.input_template": "data.apply_chat_template is on, and the model's chat template replaces it"}
+    unread: Unread = {}
+    if columns.apply_chat_template:
+        unread["data.input_template"] = "data.apply_chat_template is on, and the model's chat template replaces it"
+    if columns.video_key is None:
+        unread |= {f"data.{name}": "data.video_key is none, so no videos are read" for name in VIDEO_SETTINGS}
+    return unread
 
 
 def conflicts_of_data(data: Data) -> list[str]:

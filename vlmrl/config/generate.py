@@ -87,6 +87,10 @@ def unread_of_generate(generate: Generate, rollout: GenerateRollout) -> Unread:
     return unread
 
 
+def conflicts_of_videos(columns: Columns) -> list[str]:
+    return [] if columns.video_key is None else ["data.video_key is set, but vlmrl generate writes no videos yet"]
+
+
 def conflicts_of_generate(generate: Generate, rollout: GenerateRollout, reward: Reward) -> list[str]:
     conflicts = []
     count, keep = num_responses(rollout), keep_of(generate, rollout)

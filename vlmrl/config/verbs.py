@@ -180,6 +180,7 @@ class RlConfig(TrainingConfig, AgentConfig):
     def conflicts(self) -> list[str]:
         return [
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
+            *agent.conflicts_of_videos(self.data, has_agent=self.has_agent),
             *algo.conflicts_of_batch(self.rollout, self.train, self.algo, rewards_vary=self._estimator_has_input),
             *algo.conflicts_of_correction(self.actor, self.algo.advantage),
             *(() if self.has_teacher else reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent)),
@@ -262,6 +263,7 @@ class EvalConfig(AgentConfig):
     def conflicts(self) -> list[str]:
         return [
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
+            *agent.conflicts_of_videos(self.data, has_agent=self.has_agent),
             *reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent),
             *reward.conflicts_of_sources(self.reward),
             *roles.conflicts_of_devices(self.vllm, self.train),
@@ -305,6 +307,7 @@ class GenerateConfig(EvalConfig):
     def conflicts(self) -> list[str]:
         return [
             *generate.conflicts_of_generate(self.generate, self.rollout, self.reward),
+            *generate.conflicts_of_videos(self.data),
             *reward.conflicts_of_sources(self.reward),
             *roles.conflicts_of_devices(self.vllm, self.train),
         ]

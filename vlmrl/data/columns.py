@@ -39,6 +39,10 @@ _IMAGE_NAME = re.compile(
     r"(images?|imgs?|pics?|pictures?|photos?)(_?(paths?|files?|file_?names?|urls?|bytes|b64|base64))?", re.IGNORECASE
 )
 _IMAGE_FILE = re.compile(r"\S.*\.(png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE)
+_VIDEO_NAME = re.compile(
+    r"(videos?|clips?|movies?)(_?(paths?|files?|file_?names?|urls?|bytes|b64|base64))?", re.IGNORECASE
+)
+_VIDEO_FILE = re.compile(r"\S.*\.(mp4|mov|m4v|webm|mkv|avi)", re.IGNORECASE)
 _IMAGE_BYTES = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|BM|II\*\0|MM\0\*|RIFF....WEBP", re.DOTALL)
 
 
@@ -66,7 +70,7 @@ class RowRequirements(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """Settings of the columns that are read."""
         if self.pair:
-            return "input_key", "image_key", *PAIR_KEYS
+            return "input_key", "image_key", "video_key", *PAIR_KEYS
         return tuple(name for name in COLUMN_KEYS if name != "output_key" or self.answer)
 
     @property
@@ -124,6 +128,8 @@ def find_columns(
         _check_values(source, keys, rows, "label_key", f"{label_for} needs a label")
     if columns.image_key is not None:
         _check_images(source, keys, rows)
+    if columns.video_key is not None or "video_key" not in columns.model_fields_set:
+        _check_videos(source, keys, rows)
     return keys
 
 
@@ -145,6 +151,16 @@ def as_list(images: Any) -> Sequence[Any]:
     if images is None or (isinstance(images, str | bytes) and not images):
         return []
     return images if isinstance(images, list | tuple) else [images]
+
+
+def is_image_name(text: str) -> bool:
+    """Whether a text is the name of an image file."""
+    return text.startswith("data:image/") or _IMAGE_FILE.fullmatch(text) is not None
+
+
+def has_image_bytes(content: bytes) -> bool:
+    """Whether bytes begin as an image file does."""
+    return _IMAGE_BYTES.match(content) is not None
 
 
 def top_column(key: str | None) -> str | None:
@@ -274,6 +290,17 @@ def _check_images(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -
             )
 
 
+def _check_videos(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise DataError when a column with videos is not read."""
+    used = {top_column(key) for key in keys.values()}
+    for column in source.columns if not _has_column(source, keys["video_key"]) else ():
+        if column not in used and any(_holds(_looks_like_videos, column, row.get(column)) for row in rows):
+            raise DataError(
+                f"dataset {source.name} has videos in column {column!r}, which is not read: set data.video_key to "
+                f"{column}, or to none if the text needs no videos"
+            )
+
+
 def _holds(condition: Callable[..., bool], *arguments: Any) -> bool:
     """Evaluate a condition on a row; False if it raises."""
     try:
@@ -296,12 +323,23 @@ def _looks_like_images(column: str, value: Any) -> bool:
     if isinstance(first, Mapping):
         first = first.get("bytes") or first.get("path") or first.get("url")
     if isinstance(first, bytes):
-        return _IMAGE_BYTES.match(first) is not None
+        return has_image_bytes(first)
     if isinstance(first, str):
         has_image_name = bool(first) and _IMAGE_NAME.fullmatch(column) is not None
-        return has_image_name or first.startswith("data:image/") or _IMAGE_FILE.fullmatch(first) is not None
+        return has_image_name or is_image_name(first)
     # A PIL image, as `datasets` and generators return them.
     return hasattr(first, "getbands")
+
+
+def _looks_like_videos(column: str, value: Any) -> bool:
+    first = next(iter(as_list(value)), None)
+    if isinstance(first, Mapping):
+        first = first.get("video") or first.get("path") or first.get("url")
+    if not isinstance(first, str) or not first:
+        return False
+    return _VIDEO_FILE.fullmatch(first) is not None or (
+        _VIDEO_NAME.fullmatch(column) is not None and ("/" in first or first.startswith("data:video/"))
+    )
 
 
 def _hint(source: Rows, keys: Keys, missing: Sequence[str]) -> str:

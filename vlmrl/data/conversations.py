@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vlmrl.config.data import COLUMN_KEYS
+from vlmrl.data.video_media import parse_video
 from vlmrl.errors import DataError
 from vlmrl.types import ChatMessage, Media
 
@@ -21,6 +22,9 @@ _SYSTEM_ROLES = ("system", "developer")
 _IMAGE_KINDS = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
 """Keys of an image part that hold the image, in Transformers' chat templates and in OpenAI's API."""
+_VIDEO_KINDS = ("video", "video_url", "input_video")
+_VIDEO_KEYS = ("video", "video_url", "url", "path", "base64")
+"""Keys of a video part that hold the video. Of qwen-vl-utils' options those of `parse_video` are read."""
 _UNSUPPORTED_KEYS = ("tool_calls", "function_call", "reasoning_content", "thinking")
 
 
@@ -28,10 +32,10 @@ class Conversation(NamedTuple):
     """Chat messages with their images extracted."""
 
     messages: Any
-    """Messages with `{"type": "image"}` in place of each image. A value that is not a list of messages is kept as it
-    is, and refused when it is rendered."""
+    """Messages with `{"type": "image"}` or `{"type": "video"}` in place of each image and video. A value that is not a
+    list of messages is kept as it is, and refused when it is rendered."""
     images: tuple[Any, ...]
-    """The images of the messages, in order: paths, URLs, bytes."""
+    """The images and videos of the messages, in order: paths, URLs, bytes; a video is a `VideoSource`."""
 
 
 def read_conversation(value: Any) -> Conversation:
@@ -52,7 +56,7 @@ def read_conversation(value: Any) -> Conversation:
 
 
 def with_media(messages: Sequence[Message], media: Sequence[Media]) -> tuple[ChatMessage, ...]:
-    """Return messages whose content is a list of parts, as `Processor.messages` makes them, with their images."""
+    """Return messages whose content is a list of parts, as `Processor.messages` makes them, with images and videos."""
     images = iter(media)
     return tuple(
         ChatMessage(
@@ -182,6 +186,8 @@ def _without_images(message: Message, images: list[Any]) -> Message:
 
 
 def _part(part: Any, images: list[Any]) -> Any:
+    if isinstance(part, Mapping) and part.get("type") in _VIDEO_KINDS:
+        return _video_part(part, images)
     if not isinstance(part, Mapping) or part.get("type") not in _IMAGE_KINDS:
         return part
     # Arrow fills keys that only other parts have with None.
@@ -191,3 +197,14 @@ def _part(part: Any, images: list[Any]) -> Any:
     if image is not None:
         images.append(image)
     return {"type": "image"}
+
+
+def _video_part(part: Mapping[str, Any], images: list[Any]) -> Any:
+    key = next((key for key in _VIDEO_KEYS if part.get(key) is not None), None)
+    if key is not None:
+        video = part[key]
+        if isinstance(video, Mapping) and video.get("url") is not None:
+            video = video["url"]
+        others = {name: value for name, value in part.items() if name not in (key, "type")}
+        images.append(parse_video({"video": video, **others}))
+    return {"type": "video"}

@@ -1,4 +1,4 @@
-"""Digests of rows, images and files, computed without decoding any image."""
+"""Digests of rows, images, videos and files, computed without decoding any image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from vlmrl.data.columns import Keys, as_list, top_column, value_at
 from vlmrl.data.conversations import ends_with_answer, is_conversation, read_conversation
 from vlmrl.data.image_source import NO_ACCESS, ImageAccess, locate
 from vlmrl.data.pair_rows import read_side
+from vlmrl.data.row_media import as_videos
 from vlmrl.data.rows import Rows
+from vlmrl.data.video_media import VideoSource, parse_video
 from vlmrl.errors import DataError
 
 _BLOCK = 64 * 2**10
@@ -40,7 +42,7 @@ class RowDigest(NamedTuple):
     """With both responses, if the row has a chosen and a rejected one."""
     label: str
     images: str
-    """Of the images' content; for an image behind a URL, of the URL."""
+    """Of the content of images and videos; for one behind a URL, of the URL."""
     response: str
     """Of the response to learn, if the run reads one."""
     others: str
@@ -52,7 +54,7 @@ class RowHasher(NamedTuple):
 
     rows: Rows
     keys: Keys
-    """The columns of question, label, images and response: `input_key`, `label_key`, `image_key`, `output_key`."""
+    """The columns of question, label, images, videos and response: `input_key`, ..."""
     access: ImageAccess = NO_ACCESS
     """The files that the images may come from."""
 
@@ -61,7 +63,7 @@ class RowHasher(NamedTuple):
         with suppress(Exception):  # a damaged row may raise anything; it is dropped and reported when it is drawn
             values = self.rows[row]
             question, inline = read_conversation(value_at(values, self.keys["input_key"]))
-            images = inline or as_list(value_at(values, self.keys["image_key"]))
+            images = inline or _of_columns(values, self.keys)
             pair = [value_at(values, self.keys[name]) for name in PAIR_KEYS if name in self.keys]
             read = {top_column(key) for key in self.keys.values()}
             others = {str(name): value for name, value in values.items() if name not in read}
@@ -82,7 +84,7 @@ class RowHasher(NamedTuple):
                 return _digest(_canonical(key))
             values = self.rows[row]
             question, images = _prompt(values, self.keys)
-            images = images or as_list(value_at(values, self.keys["image_key"]))
+            images = images or _of_columns(values, self.keys)
             contents = (_image_content(image, self.access) for image in images if image is not None)
             return _digest(_canonical(question), *contents)
         return None
@@ -143,7 +145,16 @@ def _prompt(values: Mapping[str, Any], keys: Keys) -> tuple[Any, Sequence[Any]]:
     return question, images
 
 
+def _of_columns(values: Mapping[str, Any], keys: Keys) -> list[Any]:
+    """Return the images of a row's column, then its videos."""
+    videos = as_videos(value_at(values, keys.get("video_key")))
+    return [*as_list(value_at(values, keys["image_key"])), *map(parse_video, videos)]
+
+
 def _image_content(image: Any, access: ImageAccess) -> bytes:
+    if isinstance(image, VideoSource):
+        contents = [_image_content(frame, access) for frame in (image.frames or [image.source])]
+        return _digest(*contents, repr((image.sample_fps, image.start, image.end)).encode()).encode()
     if isinstance(image, Mapping):
         content = image.get("bytes")
         image = image.get("path") if content is None else content

@@ -1,4 +1,4 @@
-"""Download an image from a public address within limits of size and time."""
+"""Download an image or a video from a public address within limits of size and time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vlmrl.errors import DataError
 
@@ -47,9 +47,15 @@ def is_public(address: str) -> bool:
 
 
 def download(
-    url: str, name: str, *, max_bytes: int, limit_s: float = LIMIT_S, is_allowed: Callable[[str], bool] = is_public
+    url: str,
+    name: str,
+    *,
+    max_bytes: int,
+    setting: str = "data.max_image_mib",
+    limit_s: float = LIMIT_S,
+    is_allowed: Callable[[str], bool] = is_public,
 ) -> bytes:
-    """Return the body at `url`; `name` is its name in messages.
+    """Return the body at `url`; `name` is its name in messages, and `setting` that of `max_bytes`.
 
     Each host is resolved, its address checked, and the connection made to that same address, also after redirects.
     Proxies from the environment are not used: they would choose the address themselves.
@@ -62,7 +68,7 @@ def download(
 
     def work() -> None:
         try:
-            result.set_result(asyncio.run(_within(url, max_bytes, limit_s, is_allowed)))
+            result.set_result(asyncio.run(_within(url, _Limit(max_bytes, setting), limit_s, is_allowed)))
         except BaseException as error:  # raised again in the calling thread
             result.set_exception(error)
 
@@ -77,12 +83,19 @@ def download(
         raise DataError(f"{name} cannot be downloaded: {reasons[0]}") from error
 
 
-async def _within(url: str, max_bytes: int, limit_s: float, is_allowed: Callable[[str], bool]) -> bytes:
+class _Limit(NamedTuple):
+    """Most bytes of a body, and the setting that they come from."""
+
+    max_bytes: int
+    setting: str
+
+
+async def _within(url: str, limit: _Limit, limit_s: float, is_allowed: Callable[[str], bool]) -> bytes:
     async with asyncio.timeout(limit_s):
-        return await _follow(url, max_bytes, is_allowed)
+        return await _follow(url, limit, is_allowed)
 
 
-async def _follow(text: str, max_bytes: int, is_allowed: Callable[[str], bool]) -> bytes:
+async def _follow(text: str, limit: _Limit, is_allowed: Callable[[str], bool]) -> bytes:
     import httpx
 
     # No proxies, no .netrc, no cookies, no compressed body.
@@ -96,7 +109,7 @@ async def _follow(text: str, max_bytes: int, is_allowed: Callable[[str], bool]) 
             response = await client.send(request, stream=True)
             try:
                 if not response.has_redirect_location:
-                    return await _body(response, max_bytes)
+                    return await _body(response, limit)
                 url = url.join(response.headers["location"])
             finally:
                 await response.aclose()
@@ -121,7 +134,7 @@ async def _address(url: httpx.URL, is_allowed: Callable[[str], bool]) -> str:
     return addresses[0]
 
 
-async def _body(response: httpx.Response, max_bytes: int) -> bytes:
+async def _body(response: httpx.Response, limit: _Limit) -> bytes:
     if response.status_code != 200:
         raise _RefusedError(f"status {response.status_code}")
     if response.headers.get("Content-Encoding", "identity") != "identity":
@@ -131,6 +144,6 @@ async def _body(response: httpx.Response, max_bytes: int) -> bytes:
     content = bytearray()
     async for chunk in response.aiter_raw():
         content += chunk
-        if len(content) > max_bytes:
-            raise _RefusedError(f"it is larger than {max_bytes / 2**20:g} MiB: raise data.max_image_mib")
+        if len(content) > limit.max_bytes:
+            raise _RefusedError(f"it is larger than {limit.max_bytes / 2**20:g} MiB: raise {limit.setting}")
     return bytes(content)

@@ -16,6 +16,7 @@ from vlmrl.data.decode import PIXEL_BUDGET, check_pixels, open_header, upright_r
 from vlmrl.data.image_source import NO_ACCESS, ImageAccess, read
 from vlmrl.errors import DataError
 from vlmrl.types import Media, Pixels
+from vlmrl.video_size import Size, pixel_shape
 
 if TYPE_CHECKING:
     from vlmrl.plugins import Processor
@@ -26,13 +27,12 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InlineMedia:
-    """An image with its pixels. See `vlmrl.types.Media`."""
+    """An image or a video with its pixels. See `vlmrl.types.Media`."""
 
     hash: str
-    size: tuple[int, int]
-    """(width, height)"""
+    size: Size
     pixels: Pixels
-    """[height, width, 3], already resized."""
+    """Already resized."""
 
     def fetch(self) -> Pixels:
         return self.pixels
@@ -40,15 +40,13 @@ class InlineMedia:
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """A grey image, made when it is fetched. See `vlmrl.types.Media`."""
+    """A grey image or video, made when it is fetched. See `vlmrl.types.Media`."""
 
     hash: str
-    size: tuple[int, int]
-    """(width, height)"""
+    size: Size
 
     def fetch(self) -> Pixels:
-        width, height = self.size
-        return np.full((height, width, 3), 127, dtype=np.uint8)
+        return np.full(pixel_shape(self.size), 127, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +54,37 @@ class Noise:
     """Random pixels from a fixed seed. See `vlmrl.types.Media`."""
 
     hash: str
-    size: tuple[int, int]
-    """(width, height)"""
+    size: Size
 
     def fetch(self) -> Pixels:
-        width, height = self.size
-        return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        return np.random.default_rng(0).integers(0, 256, pixel_shape(self.size), dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """Another image, stretched to a given size. See `vlmrl.types.Media`."""
+    """Another image or video, stretched to a given size and number of frames. See `vlmrl.types.Media`."""
 
     hash: str
-    size: tuple[int, int]
-    """(width, height)"""
+    size: Size
     source: Media
 
     def fetch(self) -> Pixels:
-        image = Image.fromarray(self.source.fetch()).resize(self.size, Image.Resampling.BICUBIC)
-        return np.ascontiguousarray(np.asarray(image, dtype=np.uint8))
+        shape, pixels = pixel_shape(self.size), self.source.fetch()
+        frames = pixels if pixels.ndim == 4 else pixels[None]
+        num_frames, height, width = (1, *shape[:2]) if len(shape) == 3 else shape[:3]
+        chosen = frames[np.linspace(0, len(frames) - 1, num_frames).round().astype(int)]
+        resized = [Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC) for frame in chosen]
+        return np.stack([np.asarray(frame, dtype=np.uint8) for frame in resized]).reshape(shape)
+
+
+def sheet(pixels: Pixels, *, columns: int = 4, max_frames: int = 16) -> Pixels:
+    """Lay frames of a video side by side, in rows of `columns`: [height, width, 3]. An image stays as it is."""
+    if pixels.ndim == 3:
+        return pixels
+    shown = pixels[np.unique(np.linspace(0, len(pixels) - 1, max_frames).round().astype(int))]
+    blank = np.zeros((-len(shown) % columns, *pixels.shape[1:]), dtype=np.uint8)
+    rows = np.concatenate([shown, blank]).reshape(-1, columns, *pixels.shape[1:])
+    return np.concatenate([np.concatenate(list(row), axis=1) for row in rows], axis=0)
 
 
 class ImageLimits(NamedTuple):

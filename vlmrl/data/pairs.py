@@ -16,6 +16,7 @@ from vlmrl.data.pair_rows import Side, read_margin, read_side
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.question import Question
 from vlmrl.data.responses import check_response, sft_sample
+from vlmrl.data.row_media import as_videos
 from vlmrl.data.unusable import UnusableError, metadata_of, unusable_on_error
 from vlmrl.types import Floats, Media, Prompt, Sample
 
@@ -65,7 +66,7 @@ class PairStream(PromptStream):
     def _question(self, index: RowIndex, row: Mapping[str, Any]) -> Question:
         keys = self._keys[index.source]
         chosen, rejected = (read_side(row, keys, name) for name in ("chosen_key", "rejected_key"))
-        column = as_list(value_at(row, keys["image_key"]))
+        column = as_list(value_at(row, keys["image_key"])), as_videos(value_at(row, keys["video_key"]))
         metadata = metadata_of(row, set(keys.values()))
         first, second = (self._side(side, column, metadata) for side in (chosen, rejected))
         return _PairQuestion(
@@ -81,11 +82,14 @@ class PairStream(PromptStream):
             margin=read_margin(row, keys["margin_key"]),
         )
 
-    def _side(self, side: Side, column: Sequence[Any], metadata: Mapping[str, Any]) -> Question:
+    def _side(self, side: Side, column: tuple[Sequence[Any], Sequence[Any]], metadata: Mapping[str, Any]) -> Question:
+        """`column`: the images and the videos of the row's columns."""
+        images, videos = column
+        question, sources = self._media_rules.gather(side.question, images, side.images, videos)
         return Question(
-            text=side.question,
+            text=question,
             label=None,
-            images=self._images(column, side.images),
+            images=sources,
             metadata=metadata,
             answer=side.response,
             label_key=None,

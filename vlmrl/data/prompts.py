@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,10 +20,11 @@ from vlmrl.data.digests import RowHasher
 from vlmrl.data.fingerprint import checkpoint_fingerprints, compare, fingerprint
 from vlmrl.data.image_source import ImageAccess
 from vlmrl.data.labels import class_name, format_label, label_text
-from vlmrl.data.media import InlineMedia, make_row_media
+from vlmrl.data.media import InlineMedia
 from vlmrl.data.order import RowIndex, RowOrder, end_of_rows
 from vlmrl.data.prompt_tokens import PromptTokens, tokenize_question
 from vlmrl.data.question import Question
+from vlmrl.data.row_media import MediaRules, as_videos, kind_of_problem, open_row_media
 from vlmrl.data.rows import Rows
 from vlmrl.data.targets import supervise
 from vlmrl.data.unusable import UnusableError, check_depth, metadata_of, unusable_on_error
@@ -98,9 +100,7 @@ class PromptStream:
         self._columns = columns
         self._share = share
         self._tools = tools
-        self._max_images = columns.max_images_per_prompt, "data.max_images_per_prompt"
-        if agent_max_images is not None:
-            self._max_images = min(self._max_images, (agent_max_images, "agent.max_images"))
+        self._media_rules = MediaRules(processor, columns, agent_max_images)
         self._label_problems = label_problems
         self._order = RowOrder([len(source) for source in sources], probs, seed, episodes)
         self._drawn = 0
@@ -243,7 +243,7 @@ class PromptStream:
         """Make the prompt of a question. Raises UnusableError."""
         text, tokens, request = self._tokenize(question, media)
         shared_media = tuple(self._shared(item, shared) for item in media)
-        messages = self._processor.messages(question.text, num_images=len(media), columns=self._columns)
+        messages = self._processor.messages(question.rendered, num_images=len(media), columns=self._columns)
         return Prompt(
             index=index,
             source=name,
@@ -256,7 +256,7 @@ class PromptStream:
             answer=question.answer,
             is_chat=not isinstance(question.text, str),
             label_key=question.label_key,
-            question=question.text,
+            question=question.text if isinstance(question.text, str) else question.rendered,
             has_question=question.is_question,
             messages=with_media(messages, shared_media),
         )
@@ -283,12 +283,15 @@ class PromptStream:
                 spare = None if self._requirements.judged else label
                 text, answer = split_answer(text, value_at(row, keys["output_key"]), spare, column=keys["output_key"])
                 (answer or "").encode()
-        images = self._images(as_list(value_at(row, keys["image_key"])), inline)
+        images, videos = as_list(value_at(row, keys["image_key"])), as_videos(value_at(row, keys["video_key"]))
+        placed, sources = self._media_rules.gather(text, images, inline, videos)
         source = self._sources[index.source]
         # A JSON line may omit a column, which then is None, as in a table.
         absent: Mapping[str, Any] = {} if source.has_own_columns else dict.fromkeys(source.columns)
         metadata = metadata_of({**absent, **row}, set(keys.values()))
-        return Question(text, label, images, metadata, answer, keys["label_key"], source.has_questions)
+        is_question = source.has_questions
+        question = Question(text, label, sources, metadata, answer, keys["label_key"], is_question)
+        return replace(question, placed=placed) if videos else question
 
     def _label(self, index: RowIndex, row: Mapping[str, Any]) -> str | None:
         column = self._keys[index.source]["label_key"]
@@ -302,21 +305,6 @@ class PromptStream:
         if label is None and needed_for is not None:
             raise UnusableError("no label", f"column {column!r} is empty, and {needed_for} needs it")
         return label
-
-    def _images(self, images: Sequence[Any], inline: Sequence[Any]) -> Sequence[Any]:
-        """Return the images of the row's column, or those inside its messages."""
-        if images and inline:
-            raise UnusableError(
-                "question and images do not fit",
-                f"{len(inline)} images inside the messages and {len(images)} in data.image_key: use only one",
-            )
-        images = inline or images
-        bound, setting = self._max_images
-        if len(images) > bound:
-            raise UnusableError("too many images", f"{len(images)} images, {setting} is {bound}")
-        if images and self._processor.resize_factor is None:
-            raise UnusableError("model takes no images", f"{len(images)} images, but the model takes text only")
-        return images
 
     def _with_usable_labels(
         self, questions: Sequence[tuple[str, ImageAccess, Question]]
@@ -346,14 +334,14 @@ class PromptStream:
 
     def _open(self, access: ImageAccess, question: Question) -> tuple[InlineMedia, ...] | UnusableError:
         try:
-            with unusable_on_error("image unusable"):
-                return make_row_media(question.images, processor=self._processor, columns=self._columns, access=access)
+            with unusable_on_error(kind_of_problem(question.images)):
+                return open_row_media(question.images, processor=self._processor, columns=self._columns, access=access)
         except UnusableError as error:  # returned, since raising would end the thread pool's iteration
             return error
 
     def _tokenize(self, question: Question, media: Sequence[InlineMedia]) -> PromptTokens:
         return tokenize_question(
-            question.text,
+            question.rendered,
             media,
             processor=self._processor,
             columns=self._columns,

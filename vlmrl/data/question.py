@@ -9,12 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The columns of a row, before its images are opened."""
+    """The columns of a row, before its images and videos are opened."""
 
     text: str | Sequence[Mapping[str, Any]]
     label: str | None
     images: Sequence[Any]
+    """Images and videos in reading order; a video is a `VideoSource`."""
     metadata: Mapping[str, Any]
     answer: str | None
     label_key: str | None
     is_question: bool
+    placed: Sequence[Mapping[str, Any]] | None = None
+    """The question as messages with a part in place of each image and video; None if the column of videos has none."""
+
+    @property
+    def rendered(self) -> str | Sequence[Mapping[str, Any]]:
+        """The question as it is rendered."""
+        return self.text if self.placed is None else self.placed

@@ -13,6 +13,7 @@ from vlmrl.data.packing import by_response
 from vlmrl.errors import DataError
 from vlmrl.plugins import Processor
 from vlmrl.types import Group, Prompt, Rollout, Sample, Segment, Turn
+from vlmrl.video_size import VIDEO
 
 IMAGE_PLACEHOLDER = "<image>"
 """Stands for an image in a text."""
@@ -38,8 +39,9 @@ def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
 
 def check_response(answer: str, *, has_images: bool) -> None:
     """Raise DataError where a response of a row with images has a placeholder: the model cannot learn to draw one."""
-    if has_images and IMAGE_PLACEHOLDER in answer:
-        raise DataError(f"the response has the placeholder {IMAGE_PLACEHOLDER}, and only questions can have images")
+    for mark in (IMAGE_PLACEHOLDER, VIDEO):
+        if has_images and mark in answer:
+            raise DataError(f"the response has the placeholder {mark}, and only questions can have images")
 
 
 def truncate(segment: Segment, limit: int) -> Segment:

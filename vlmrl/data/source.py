@@ -21,7 +21,7 @@ from vlmrl.data.held_out import hold_out
 from vlmrl.data.judgements import Judged, check_classes, collate_judged
 from vlmrl.data.labelled_steps import LabelledSteps, StepStream, collate_steps
 from vlmrl.data.labels import format_label
-from vlmrl.data.media import InlineMedia
+from vlmrl.data.media import InlineMedia, sheet
 from vlmrl.data.pairs import Pairs, PairStream, collate_pairs
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, first_rows, load_all
@@ -319,14 +319,17 @@ class Source:
         self._training.load_state(state)
 
     def save_media(self, folder: Path, media: Sequence[Media]) -> None:
-        """Write each image that is not in `folder` yet, named by its hash. Raises StorageError."""
+        """Write each image that is not in `folder` yet, named by its hash; of a video a sheet of its frames.
+
+        Raises StorageError.
+        """
         with writing("images of the rollouts", folder):
             folder.mkdir(parents=True, exist_ok=True)
             for item in media:
                 target = folder / f"{item.hash}.png"
                 if not target.exists():
                     partial = target.with_suffix(".tmp")
-                    Image.fromarray(item.fetch()).save(partial, format="PNG")
+                    Image.fromarray(sheet(item.fetch())).save(partial, format="PNG")
                     partial.replace(target)
 
     def _count_and_share(self, media: InlineMedia) -> Media:

@@ -16,9 +16,6 @@ from vlmrl.errors import DataError
 from vlmrl.plugins import Processor
 from vlmrl.types import Prompt, Sample
 
-_IMAGE = 1
-"""`Processor.token_types` of an image token."""
-
 
 class Targets(NamedTuple):
     """What supervised training learns of a row."""
@@ -97,7 +94,7 @@ def truncate(sample: Sample, limit: int, processor: Processor) -> Sample | None:
     if not len(within):
         return None
     tokens = sample.tokens[: int(within[-1]) + 1]
-    num_image_tokens = int((processor.token_types(tokens) == _IMAGE).sum())
+    num_image_tokens = int((processor.token_types(tokens) != 0).sum())
     ends = np.cumsum([processor.num_tokens(item.size) for item in sample.media])
     num_images = int((ends <= num_image_tokens).sum())
     return replace(sample, tokens=tokens, sampled=sample.sampled[: len(tokens)], media=sample.media[:num_images])
@@ -116,7 +113,7 @@ def _earlier_turns(prompt: Prompt, processor: Processor, columns: Columns) -> li
         if answer is None or not answer.strip():
             raise DataError(f"message {place + 1}, of the assistant, is empty")
         history = messages[:place]
-        media = prompt.media[: sum(part["type"] == "image" for earlier in history for part in earlier["content"])]
+        media = prompt.media[: sum(part["type"] != "text" for earlier in history for part in earlier["content"])]
         text = processor.render(history, num_images=len(media), columns=columns)
         tokens, _ = processor.encode(text, [item.size for item in media])
         turns.append(sft_sample(replace(prompt, tokens=tokens, media=media), answer, processor))

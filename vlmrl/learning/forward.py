@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NotRequired, TypedDict, Unpack
@@ -215,7 +214,7 @@ class ModelForward:
         num_new = torch.tensor(len(pack.media.keys() - cached), device=self._device)
         torch.distributed.all_reduce(num_new, op=torch.distributed.ReduceOp.MAX)
         if num_new and cached == pack.media.keys():
-            cached.discard(min(cached, key=lambda name: math.prod(pack.media[name].size)))
+            cached.discard(min(cached, key=lambda name: self._processor.num_tokens(pack.media[name].size)))
         return cached
 
     def _to_device(self, value: Any) -> Any:

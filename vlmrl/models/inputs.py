@@ -17,6 +17,7 @@ from vlmrl.models.attention import check_layers, isolates_samples
 from vlmrl.models.attention_plan import AttentionPlan, Span, plan_attention
 from vlmrl.models.linear_attention import follows_plan
 from vlmrl.types import Bools, Ints, Sample
+from vlmrl.video_size import VideoSize
 
 if TYPE_CHECKING:
     from vlmrl.plugins import Processor
@@ -36,8 +37,9 @@ def model_inputs(
     * `attention_mask` [B, T], if each row is one sample;
     * `attention_plan`, if rows hold several samples and attention or linear attention is that of this package;
     * `mm_token_type_ids` [B, T];
-    * `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images that are not `cached`, each once; `images`, their
-      n content hashes, and `image_places`, the content hashes of all images in reading order;
+    * `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images and videos that are not `cached`, each once;
+      `images`, their n content hashes; `image_places` and `video_places`, the content hashes of all images and of all
+      videos in reading order;
     * `scored` [B, T]: the tokens of the loss, never the first of a sample; and `previous` [scored tokens]: the index
       in [B * T] of the state that predicts each of them.
 
@@ -124,9 +126,12 @@ def _positions(net: PreTrainedModel, processor: Processor, pack: Pack, piece: Pi
         # Text continues from the largest position before it, equally on all three axes.
         following: Ints = previous[piece.parent].max() + 1 + np.arange(len(piece_tokens))
         return np.broadcast_to(following, (3, len(piece_tokens)))
+    sizes = [item.size for item in sample.media]
+    if any(isinstance(size, VideoSize) for size in sizes):
+        return processor.video_positions(sample.tokens, sizes)[:, piece.first : piece.last]
     tokens = torch.from_numpy(sample.tokens)[None]
     types = torch.from_numpy(processor.token_types(sample.tokens))[None]
-    grids = torch.tensor([processor.grid(item.size) for item in sample.media]) if sample.media else None
+    grids = torch.tensor([processor.grid(size) for size in sizes]) if sizes else None
     positions, _ = net.base_model.get_rope_index(tokens, types, image_grid_thw=grids)
     of_sample: Ints = positions[:, 0].numpy()
     return of_sample[:, piece.first : piece.last]
@@ -158,12 +163,18 @@ def _images(processor: Processor, pack: Pack, cached: Container[str]) -> dict[st
     if not pack.media:
         return {}
     new = [item for name, item in pack.media.items() if name not in cached]
-    places = tuple(name for piece in pack.pieces for name in _image_names(processor, pack, piece))
-    return {**processor.pixel_inputs(new), "images": tuple(item.hash for item in new), "image_places": places}
+    places = [name for piece in pack.pieces for name in _image_names(processor, pack, piece)]
+    videos = {name for name, item in pack.media.items() if isinstance(item.size, VideoSize)}
+    return {
+        **processor.pixel_inputs(new),
+        "images": tuple(item.hash for item in new),
+        "image_places": tuple(name for name in places if name not in videos),
+        "video_places": tuple(name for name in places if name in videos),
+    }
 
 
 def _image_names(processor: Processor, pack: Pack, piece: Piece) -> list[str]:
-    """Content hashes of the images whose tokens are in a piece."""
+    """Content hashes of the images and videos whose tokens are in a piece."""
     sample = pack.samples[piece.sample]
     if not sample.media:
         return []

@@ -30,12 +30,12 @@ class ScorerOutput(NamedTuple):
 
 
 class ImageFeatures(NamedTuple):
-    """Outputs of vision tower and projector for one image."""
+    """Outputs of vision tower and projector for one image or video."""
 
     rows: Tensor
-    """[tokens of the image, D]"""
+    """[its tokens, D]"""
     deepstack: tuple[Tensor, ...] = ()
-    """[tokens of the image, D] each: outputs of earlier layers of the tower, in families that use them (Qwen3-VL)."""
+    """[its tokens, D] each: outputs of earlier layers of the tower, in families that use them (Qwen3-VL)."""
 
 
 class Backbone(nn.Module):
@@ -59,23 +59,26 @@ class Backbone(nn.Module):
         """
         inputs, shard = dict(inputs), self._shard(inputs)
         scored, previous = inputs.pop("scored"), inputs.pop("previous")
-        images, places = inputs.pop("images", ()), inputs.pop("image_places", ())
-        if places:
+        images = inputs.pop("images", ())
+        places = {kind: inputs.pop(f"{kind}_places", ()) for kind in ("image", "video")}
+        if any(places.values()):
             by_hash = {} if features is None else features
             by_hash = by_hash | self._encode(
                 images, inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None)
             )
             if features is not None:
                 features |= {name: by_hash[name] for name in images}
-            inputs["mm_encoder_outputs"] = {"image": _encoder_outputs([by_hash[name] for name in places])}
+            inputs["mm_encoder_outputs"] = {
+                kind: _encoder_outputs([by_hash[name] for name in names]) for kind, names in places.items() if names
+            }
         if shard is None:
             hidden = self.net.base_model(**inputs).last_hidden_state
             return hidden.flatten(0, 1)[previous], inputs["input_ids"][scored]
         with sliced_inputs(self.net, shard):
             hidden = self.net.base_model(**inputs, sequence_shard=shard).last_hidden_state
         shard.check_exchanges(self.net)
-        is_own, places = shard.owned(previous)
-        return hidden.flatten(0, 1)[places], inputs["input_ids"][scored][is_own]
+        is_own, own_places = shard.owned(previous)
+        return hidden.flatten(0, 1)[own_places], inputs["input_ids"][scored][is_own]
 
     def scatter(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Scatter a value for each of `states` into [B, T], with 0 on tokens that are not scored. With a sequence
@@ -90,7 +93,7 @@ class Backbone(nn.Module):
         return None if self._sequence is None else SequenceShard(self._sequence, inputs["input_ids"].shape[1])
 
     def _encode(self, names: tuple[str, ...], pixels: Tensor | None, grid: Tensor | None) -> dict[str, ImageFeatures]:
-        """Run each image once through the vision tower."""
+        """Run each image and video once through the vision tower, which takes both alike."""
         if pixels is None:
             return {}
         output: Any = self.net.base_model.get_image_features(pixels, grid, return_dict=True)

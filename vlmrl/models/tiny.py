@@ -33,7 +33,9 @@ SPECIAL_TOKENS = (
 """Qwen's special tokens in Qwen's order; their ids follow the 256 bytes."""
 
 _IMAGE_PART = (
-    "{%- if part.type == 'image' or 'image' in part %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- endif %}"
+    "{%- if part.type == 'image' or 'image' in part %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif part.type == 'video' or 'video' in part %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- endif %}"
 )
 _CHAT_TEMPLATE = """\
 {%- for message in messages %}

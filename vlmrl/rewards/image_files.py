@@ -28,8 +28,9 @@ def write_images(images: Iterable[Media], folder: Path) -> dict[str, str]:
     return files
 
 
-def open_image(file: str) -> Image:
-    """Return an image of `write_images`; each call returns a new one."""
+def open_image(file: str) -> Image | list[Image]:
+    """Return an image of `write_images`, or the frames of a video; each call returns new ones."""
     from PIL import Image
 
-    return Image.fromarray(np.load(file, allow_pickle=False))
+    pixels = np.load(file, allow_pickle=False)
+    return Image.fromarray(pixels) if pixels.ndim == 3 else [Image.fromarray(frame) for frame in pixels]

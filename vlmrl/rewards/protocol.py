@@ -46,10 +46,11 @@ from vlmrl.config.data import Columns
 from vlmrl.config.serve import Serve
 from vlmrl.data.media import ImageLimits, InlineMedia, TotalPixelsError, open_images
 from vlmrl.data.unusable import check_depth
-from vlmrl.errors import DataError
+from vlmrl.errors import ConfigError, DataError
 from vlmrl.rewards.function_worker import RewardResult, one_line, to_result
 from vlmrl.rewards.messages import to_plain
 from vlmrl.types import ChatMessage, Failure, Group, Media, Role
+from vlmrl.video_size import VideoSize
 
 MAX_PIXELS = Serve().max_request_pixels
 
@@ -303,6 +304,11 @@ def _name(media: Media) -> str:
 
 
 def _data_url(media: Media) -> str:
+    """Raises ConfigError for a video: servers read images."""
+    if isinstance(media.size, VideoSize):
+        raise ConfigError(
+            "reward.remote_url: videos are not sent to reward servers yet; set reward.remote_images to hash or none"
+        )
     file = io.BytesIO()
     Image.fromarray(media.fetch()).save(file, format="PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

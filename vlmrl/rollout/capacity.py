@@ -1,8 +1,12 @@
-"""Limits of responses and tokens that an engine processes at once, from the demand of the run."""
+"""Limits of what an engine processes at once: responses and tokens, from the demand of the run, and videos."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+from vlmrl.config.data import Columns
+from vlmrl.plugins import Processor
 
 MIN_PROMPTS_AT_ONCE = 64
 """Minimum number of prompts that an engine has at once, if it gets as many."""
@@ -69,3 +73,12 @@ def choose_limits(
 def format_limits(limits: Limits) -> str:
     """Return one line for users."""
     return f"each engine: up to {limits.max_num_seqs} responses and {limits.max_num_batched_tokens} tokens at once"
+
+
+def video_limit(columns: Columns, processor: Processor) -> int | dict[str, int]:
+    """Return the most videos of a prompt, with the size of the largest, for which vLLM reserves memory."""
+    if columns.video_key is None or processor.frame_factor is None:
+        return 0
+    side = math.isqrt(columns.video_max_pixels)
+    num_frames = columns.fps_max_frames
+    return {"count": columns.max_videos_per_prompt, "num_frames": num_frames, "width": side, "height": side}

@@ -339,6 +339,7 @@ class RolloutEngine(Inbox):
         } | engine_arguments(
             vllm=settings.vllm,
             max_images=settings.max_images or settings.columns.max_images_per_prompt,
+            columns=settings.columns,
             processor=self._processor,
             top_p=settings.top_p,
             adapter=settings.adapter,

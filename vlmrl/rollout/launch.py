@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
+from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
 from vlmrl.models.engine_kernels import check_engine_kernels
 from vlmrl.plugins import Processor
-from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits
+from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits, video_limit
 from vlmrl.rollout.compatibility import FRONT_END, format_missing, missing
 from vlmrl.rollout.vllm_patches import KeepImages
 from vlmrl.startup.driver import gpu_problem
@@ -60,6 +61,7 @@ _CONSEQUENCE = re.compile(
     r"Engine ?[Cc]ore .*(failed|encountered)|WorkerProc initialization failed|cannot schedule new futures"
 )
 _CAPTURED_LINES = 1000
+_NO_VIDEOS = Columns()
 
 
 def engine_arguments(
@@ -70,6 +72,7 @@ def engine_arguments(
     top_p: float,
     adapter: AdapterPlan | None = None,
     demand: Demand | None = None,
+    columns: Columns = _NO_VIDEOS,
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs that follow from the run's settings, except model, dtype and length."""
     from vllm.platforms import current_platform
@@ -91,7 +94,7 @@ def engine_arguments(
         "seed": 0,
     }
     if processor.resize_factor is not None:
-        arguments["limit_mm_per_prompt"] = {"image": max_images, "video": 0}
+        arguments["limit_mm_per_prompt"] = {"image": max_images, "video": video_limit(columns, processor)}
         arguments["mm_processor_kwargs"] = dict(processor.engine_kwargs)
     if adapter is not None:
         arguments |= {

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from vlmrl.errors import SyncError
-from vlmrl.types import Bools, FinishReason, Floats, Group, Ints, Prompt, Rollout, Sampling, Segment, Turn
+from vlmrl.types import Bools, FinishReason, Floats, Group, Ints, Media, Prompt, Rollout, Sampling, Segment, Turn
+from vlmrl.video_size import VideoSize
 
 ADAPTER_ID = 1
 """vLLM's id of the one adapter that an engine may have."""
@@ -51,13 +52,32 @@ def engine_prompt(prompt: Prompt, engine_kwargs: Mapping[str, Any]) -> dict[str,
     """vLLM's TokensPrompt. Fetches the pixels, which may block: do not call it in an event loop if there are images."""
     request: dict[str, Any] = {"prompt_token_ids": prompt.request.tolist()}
     if prompt.media:
-        from PIL import Image
-
-        request["multi_modal_data"] = {"image": [Image.fromarray(media.fetch()) for media in prompt.media]}
+        by_kind: dict[str, list[Media]] = {"image": [], "video": []}
+        for media in prompt.media:
+            by_kind["video" if isinstance(media.size, VideoSize) else "image"].append(media)
+        items = {kind: media for kind, media in by_kind.items() if media}
+        request["multi_modal_data"] = {kind: [_pixels(item) for item in media] for kind, media in items.items()}
         # vLLM identifies images by our content hash: it does not hash the pixels again, and encodes equal images once.
-        request["multi_modal_uuids"] = {"image": [media.hash for media in prompt.media]}
+        request["multi_modal_uuids"] = {kind: [item.hash for item in media] for kind, media in items.items()}
         request["mm_processor_kwargs"] = dict(engine_kwargs)
     return request
+
+
+def _pixels(media: Media) -> Any:
+    """Return an image, or the frames of a video with their times, as vLLM takes them."""
+    from PIL import Image
+
+    pixels, size = media.fetch(), media.size
+    if not isinstance(size, VideoSize):
+        return Image.fromarray(pixels)
+    return pixels, {
+        "fps": size.fps,
+        "frames_indices": list(size.indices),
+        "total_num_frames": size.total,
+        "duration": size.total / size.fps,
+        "video_backend": "pyav",
+        "do_sample_frames": False,
+    }
 
 
 def sampling_parameters(

@@ -13,6 +13,7 @@ from vlmrl.data.media import Blank, Noise, Resized
 from vlmrl.data.responses import shortened
 from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Media, Metrics
+from vlmrl.video_size import VideoSize
 
 Path = Callable[[Sequence[Group]], list[Floats]]
 """Computes the log-probs of every response's tokens, or another output of a model: [T] each, group by group."""
@@ -245,13 +246,18 @@ def _with_others(groups: Sequence[Group]) -> list[Group]:
 
 def _replacement(image: Media, other: Media) -> Media:
     """Return the other image, resized so that it has as many tokens as this one; noise if both are the same image."""
-    width, height = image.size
+    name = _size_name(image)
     if other.hash == image.hash:
-        return Noise(f"noise:{width}x{height}", image.size)
-    return other if other.size == image.size else Resized(f"{other.hash}:{width}x{height}", image.size, other)
+        return Noise(f"noise:{name}", image.size)
+    return other if other.size == image.size else Resized(f"{other.hash}:{name}", image.size, other)
 
 
 def _blank(image: Media, number: int) -> Media:
     del number
-    width, height = image.size
-    return Blank(f"blank:{width}x{height}", image.size)
+    return Blank(f"blank:{_size_name(image)}", image.size)
+
+
+def _size_name(image: Media) -> str:
+    """Name a size in the hash of a replacement. That of a video has its frames and times."""
+    size = image.size
+    return f"{size[0]}x{size[1]}" + (f":{size.timing}" if isinstance(size, VideoSize) else "")

@@ -12,6 +12,8 @@ from vlmrl.errors import DataError
 LABEL = RowRequirements(label_for="reward.functions math")
 PICTURE = Image.new("RGB", (4, 4))
 
+_MEDIA = {"image_key": "images", "video_key": None}
+
 
 def rows(*content: Mapping[str, Any], **more: Any) -> Rows:
     columns = tuple(dict.fromkeys(key for row in content for key in row))
@@ -70,7 +72,7 @@ def test_alpacas_instruction_and_input_are_ambiguous() -> None:
 
 def test_a_completion_column_is_the_answer() -> None:
     keys = columns_of(rows({"prompt": "q", "completion": "c"}), RowRequirements(answer=True))
-    assert keys == {"input_key": "prompt", "label_key": "label", "output_key": "completion", "image_key": "images"}
+    assert keys == {"input_key": "prompt", "label_key": "label", "output_key": "completion"} | _MEDIA
     assert "output_key" not in columns_of(rows({"prompt": "q", "completion": "c"}))
 
 
@@ -196,7 +198,7 @@ def test_columns_of_one_dataset_override_the_settings_and_must_exist() -> None:
     assert columns_of(source, label_key="label", input_key="input") == {
         "input_key": "q",
         "label_key": "gold",
-        "image_key": "images",
+        **_MEDIA,
     }
     with pytest.raises(DataError, match=r"no column 'golden' \(data\.label_key\)"):
         columns_of(rows({"input": "q", "gold": 1}, named_columns={"label_key": "golden"}))

@@ -1,0 +1,153 @@
+"""Questions on short videos with exact answers, made on demand: which way a dot moved, in what order colours came.
+
+    vlmrl rl --data.prompt_dataset 'visual_motion?families=move+order&frames=6&size=5000' --data.video_key videos ...
+
+No single frame has the answer. Row i depends only on seed, split and i, and no video is in two splits.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL.Image import Image
+
+from vlmrl.data.canvas import Canvas, Colour
+from vlmrl.data.rows import Generated, Rows
+from vlmrl.errors import ConfigError
+
+COLOURS = {
+    "red": (214, 40, 40),
+    "green": (42, 157, 80),
+    "blue": (38, 100, 214),
+    "yellow": (244, 196, 32),
+    "purple": (134, 66, 190),
+    "orange": (240, 128, 28),
+}
+_DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+_PAPERS = ((255, 255, 255), (250, 246, 238), (240, 246, 252), (243, 250, 242), (252, 242, 246), (240, 240, 244))
+_FPS = 2.0
+_CELLS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """A dot in one frame, on a grid of `_CELLS` cells per side."""
+
+    x: int
+    y: int
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A video and a question about it, before it is drawn. See `vlmrl.data.rows.GeneratedQuestion`."""
+
+    family: str
+    question: str
+    answer: str
+    dots: tuple[Dot, ...]
+    """One for each frame."""
+    paper: Colour
+    pixels: int
+    encoded: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.family}|{self.dots}|{self.paper}"
+
+    def draw(self) -> list[Image]:
+        """Draw the frames."""
+        frames = []
+        for dot in self.dots:
+            canvas = Canvas(self.pixels, self.paper)
+            canvas.circle((dot.x + 0.5) / _CELLS, (dot.y + 0.5) / _CELLS, 0.1, COLOURS[dot.colour])
+            frames.append(canvas.finish())
+        return frames
+
+    def row(self) -> dict[str, Any]:
+        frames = self.draw()
+        video = {"video": _mp4(frames)} if self.encoded else {"video": frames, "sample_fps": _FPS}
+        return {
+            "input": self.question,
+            "label": self.answer,
+            "videos": [video],
+            "answer": self.answer,
+            "family": self.family,
+        }
+
+
+def rows(
+    *,
+    split: str,
+    seed: int,
+    size: int = 10_000,
+    families: tuple[str, ...] = ("move", "order"),
+    frames: int = 4,
+    pixels: int = 128,
+    encoded: bool = False,
+) -> Rows:
+    """Generate `size` questions, cycling through the families, on videos of `frames` square frames, 2 per second.
+
+    Labels are a direction (`move`), or the first letters of colours (`order`). With `encoded` a video is an MP4 file,
+    else a list of frames.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    unknown = [family for family in families if family not in FAMILIES]
+    if unknown or not families:
+        raise ConfigError(f"visual_motion?families={'+'.join(families)}: choose among {', '.join(FAMILIES)}")
+    if frames not in range(2, _CELLS + 1) or frames % 2:
+        raise ConfigError(f"visual_motion?frames={frames}: choose 2, 4, 6 or 8")
+    if pixels < 32 or pixels % 2:
+        raise ConfigError(f"visual_motion?pixels={pixels}: choose an even number from 32 on")
+
+    def invent(rng: random.Random, row: int) -> Clip:
+        family = families[row % len(families)]
+        question, answer, dots = FAMILIES[family](rng, frames)
+        return Clip(family, question, answer, tuple(dots), rng.choice(_PAPERS), pixels, encoded)
+
+    generated = Generated(invent, size=size, split=split, seed=seed)
+    columns = ("input", "label", "videos", "answer", "family")
+    return Rows("visual_motion", generated, columns, has_own_columns=True, is_generated=True)
+
+
+def move(rng: random.Random, frames: int) -> tuple[str, str, list[Dot]]:
+    """A dot moves by one cell per frame, left, right, up or down."""
+    answer = rng.choice(list(_DIRECTIONS))
+    right, down = _DIRECTIONS[answer]
+    starts = {-1: range(frames - 1, _CELLS), 0: range(_CELLS), 1: range(_CELLS - frames + 1)}
+    x, y = rng.choice(starts[right]), rng.choice(starts[down])
+    colour = rng.choice(list(COLOURS))
+    return "Which way does the dot move?", answer, [Dot(x + right * n, y + down * n, colour) for n in range(frames)]
+
+
+def order(rng: random.Random, frames: int) -> tuple[str, str, list[Dot]]:
+    """A dot stays where it is and changes its colour after every second frame."""
+    names = rng.sample(list(COLOURS), frames // 2)
+    x, y = rng.randrange(_CELLS), rng.randrange(_CELLS)
+    answer = "".join(name[0] for name in names)
+    return "In what order do the colours come?", answer, [Dot(x, y, names[n // 2]) for n in range(frames)]
+
+
+Family = Callable[[random.Random, int], tuple[str, str, list[Dot]]]
+FAMILIES: dict[str, Family] = {"move": move, "order": order}
+
+
+def _mp4(frames: Sequence[Image]) -> bytes:
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        stream = out.add_stream("libx264", rate=int(_FPS), options={"crf": "10"})
+        stream.width, stream.height = frames[0].size
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(frame), format="rgb24")))
+        out.mux(stream.encode())
+    return file.getvalue()

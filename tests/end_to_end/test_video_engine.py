@@ -1,0 +1,104 @@
+"""Real vLLM on CPU with videos: engine and trainer compute the same log-probs, in every layout of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_pair import EXACT
+
+from vlmrl import plugins
+from vlmrl.config.data import Columns
+from vlmrl.config.vllm import Vllm
+from vlmrl.data.media import InlineMedia
+from vlmrl.data.packing import make_pack
+from vlmrl.learning.forward import LogprobForward
+from vlmrl.models import tiny
+from vlmrl.models.attention import implementation
+from vlmrl.models.load import load_model
+from vlmrl.models.scorer import Scorer
+from vlmrl.rollout.engine import RolloutEngine
+from vlmrl.rollout.settings import EngineSettings
+from vlmrl.types import Group, Layout, Media, Prompt, Sample, Sampling
+from vlmrl.video_size import VideoSize
+
+COLUMNS = Columns(video_key="videos", max_videos_per_prompt=2, max_pixels=200 * 200, fps_max_frames=16)
+SAMPLING = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
+LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared")
+
+
+def _media(index: int, kind: str, factor: int) -> Media:
+    """Noise; a video of 12 frames is longer than it is wide or high in tokens, where families count positions apart."""
+    rng = np.random.default_rng(index)
+    width, height = factor * 2, factor * 2
+    if kind == "image":
+        pixels = rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
+        return InlineMedia(f"image{index}", (width, height), pixels)
+    height = factor * (1 + index % 2)
+    size = VideoSize(width, height, tuple(range(0, 36, 3)), fps=7.0 + index, total=36)
+    return InlineMedia(f"video{index}", size, rng.integers(0, 255, (12, height, width, 3), dtype=np.uint8))
+
+
+def _prompt(index: int, processor: plugins.Processor, kinds: tuple[str, ...]) -> Prompt:
+    assert processor.resize_factor is not None
+    media = tuple(_media(10 * index + n, kind, processor.resize_factor) for n, kind in enumerate(kinds))
+    parts = [{"type": kind} for kind in kinds] + [{"type": "text", "text": "which way?"}]
+    text = processor.render([{"role": "user", "content": parts}], num_images=len(media), columns=COLUMNS)
+    tokens, request = processor.encode(text, [item.size for item in media])
+    return Prompt(index, f"test:{index}", text, tokens, request, label=None, media=media)
+
+
+def _generate(model: Path, prompts: list[Prompt]) -> list[Group]:
+    engine = RolloutEngine(
+        EngineSettings(
+            model=str(model),
+            vllm=Vllm(cpu_kv_cache_gib=0.25),
+            columns=COLUMNS,
+            trust_remote_code=False,
+            dtype="fp32",
+            max_model_len=640,
+            top_p=1.0,
+            name="engine-0",
+            adapter=None,
+            temperature=None,
+        )
+    )
+
+    async def play() -> list[Group]:
+        await engine.start()
+        try:
+            return list(await asyncio.gather(*(engine.generate(prompt, SAMPLING) for prompt in prompts)))
+        finally:
+            await engine.shutdown()
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *(pytest.param(family, marks=pytest.mark.prove) for family in ("qwen2_5_vl", "qwen2_vl"))]
+)
+def test_engine_and_trainer_agree_on_videos_in_every_layout(family: tiny.Family, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = tiny.build(family, tmp_path / "model", size="micro")
+    processor = plugins.processor_of(str(model), COLUMNS)
+    kinds = [("video",), (), ("video", "image"), ("image", "video", "video")]
+    groups = _generate(model, [_prompt(i, processor, k) for i, k in enumerate(kinds)])
+
+    net = load_model(str(model), dtype=torch.float32, attn_implementation=implementation("auto", torch.device("cpu")))
+    forward = LogprobForward(
+        Scorer(net), processor, temperature=1.0, bans=True, device=torch.device("cpu"), cache_bytes=0
+    )
+    segments = [segment for group in groups for segment in group.segments]
+    samples = [
+        Sample(segment.tokens, segment.sampled, segment.media, group=number)
+        for number, group in enumerate(groups)
+        for segment in group.segments
+    ]
+    assert not np.isin(np.concatenate([s.tokens[s.sampled] for s in segments]), processor.banned_tokens).any()
+    for layout in LAYOUTS:
+        rows = dict(forward.logprobs([make_pack(samples, range(len(samples)), layout)]))
+        for i, segment in enumerate(segments):
+            assert np.abs((rows[i] - segment.logprobs)[segment.sampled]).max() < EXACT, (layout, i)
