@@ -1,17 +1,24 @@
-"""Real vLLM on CPU with videos: engine and trainer compute the same log-probs, in every layout of the trainer."""
+"""Videos on the real stack: log-probs of engine and trainer agree in every layout, and runs learn from videos."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from engine_pair import EXACT
+from recipes import read_metrics, recipe, steps_of
 
 from vlmrl import plugins
+from vlmrl.commands.rl import train_rl
+from vlmrl.commands.sft import train_sft
 from vlmrl.config.data import Columns
+from vlmrl.config.load import load
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import make_pack
@@ -27,6 +34,8 @@ from vlmrl.video_size import VideoSize
 
 COLUMNS = Columns(video_key="videos", max_videos_per_prompt=2, max_pixels=200 * 200, fps_max_frames=16)
 SAMPLING = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
+BLIND = 1 / 4
+"""Share of right responses without looking: one of four directions."""
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared")
 
 
@@ -102,3 +111,42 @@ def test_engine_and_trainer_agree_on_videos_in_every_layout(family: tiny.Family,
         rows = dict(forward.logprobs([make_pack(samples, range(len(samples)), layout)]))
         for i, segment in enumerate(segments):
             assert np.abs((rows[i] - segment.logprobs)[segment.sampled]).max() < EXACT, (layout, i)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_run_on_video_files(tmp_path: Path, tiny_model: Callable[..., str], digits_reward: str) -> None:
+    data = "visual_motion?frames=4&pixels=64&encoded=true"
+    flags = {
+        "data.prompt_dataset": f"{data}&size=64,visual_math?families=count&pixels=64&size=64",
+        "eval.dataset": f"{data}&size=4",
+        "reward.functions": "{}",
+        "reward.remote_url": digits_reward,
+        "rollout.batch_size": 4,
+        "rollout.n_samples_per_prompt": 4,
+        "train.batch_size": 16,
+        "train.max_steps": 2,
+    }
+    train_rl(
+        load(RlConfig, recipe("motion_tiny.yaml", tiny_model("qwen3_vl", size="micro"), tmp_path / "run", **flags))
+    )
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 2
+    assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps)
+    assert steps[0]["verify/images/engine_effect"] > 1e-5
+    assert steps[0]["data/rows_dropped"] == 0
+    assert list((tmp_path / "run" / "rollouts" / "media").glob("*.png")), "videos are shown as sheets of frames"
+
+
+@pytest.mark.prove
+@pytest.mark.usefixtures("ray_session")
+def test_a_tiny_model_learns_from_videos(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
+    train_sft(load(SftConfig, recipe("motion_sft_tiny.yaml", tiny_model("qwen3_vl"), tmp_path / "sft")))
+    model = str(tmp_path / "sft" / "model")
+    train_rl(load(RlConfig, recipe("motion_tiny.yaml", model, tmp_path / "rl", **{"train.max_steps": 40})))
+    scores = [
+        line["eval/visual_motion/pass@1"]
+        for line in read_metrics(tmp_path / "rl")
+        if "eval/visual_motion/pass@1" in line
+    ]
+    assert scores[0] > BLIND + 0.05
+    assert scores[-1] > scores[0] + 0.1, scores
