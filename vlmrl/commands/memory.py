@@ -13,6 +13,7 @@ from rich.table import Table
 
 from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
+from vlmrl.config.data import Columns
 from vlmrl.config.distill import Distill
 from vlmrl.config.pairs import PairData
 from vlmrl.config.reward import Reward
@@ -272,12 +273,21 @@ def largest_pack(
         most = config.agent.max_images * config.data.max_pixels * rows * columns / (width * height)
         per_sequence = min(most, longest * rows * columns / processor.num_tokens((width, height)))
         return tokens, int(tokens * per_sequence / longest)
-    most = config.data.max_images_per_prompt * config.data.max_pixels * rows * columns / (width * height)
+    most = _most_pixels(config.data) * rows * columns / (width * height)
     per_prompt = min(most, config.data.max_len * rows * columns / processor.num_tokens((width, height)))
     num_responses = config.rollout.n_samples_per_prompt if isinstance(config, RlConfig) else 1
     if config.train.layout != "shared":
         num_responses = 1
     return tokens, int(tokens * per_prompt / (config.data.max_len + num_responses * response))
+
+
+def _most_pixels(data: Columns) -> int:
+    """Most pixels of a prompt's images and videos; two frames of a video make one patch, so a frame counts half."""
+    pixels = data.max_images_per_prompt * data.max_pixels
+    if data.video_key is None:
+        return pixels
+    of_video = min(data.fps_max_frames * data.video_max_pixels, data.video_total_pixels * 2) // 2
+    return pixels + data.max_videos_per_prompt * of_video
 
 
 def memory_table(config: TrainingConfig, plan: MemoryPlan, machine: Machine) -> Table:

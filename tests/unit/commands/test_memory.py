@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl.commands.memory import GIB, Machine, MemoryPlan, largest_pack, memory_plan, show
+from vlmrl.commands.memory import GIB, Machine, MemoryPlan, _most_pixels, largest_pack, memory_plan, show
+from vlmrl.config.data import Columns
 from vlmrl.config.load import load
 from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.verbs import RlConfig
@@ -334,3 +335,11 @@ def test_the_critics_memory_is_shown_with_its_flags(folder: Callable[..., Path])
     line = f"{GAE} {wide} --actor.gradient_checkpointing_enable --critic.gradient_checkpointing_enable false"
     with pytest.raises(ClusterError, match=r"activations of critic.*set critic\.gradient_checkpointing_enable"):
         memory_plan(rl(folder("qwen2_5_vl"), line), HOST).check()
+
+
+def test_videos_count_half_of_their_pixels() -> None:
+    # 8 images of a million pixels, and with a column of videos one of 768 frames, bounded by its total.
+    assert _most_pixels(Columns()) == 8 * 1_003_520
+    assert _most_pixels(Columns(video_key="videos")) == 8 * 1_003_520 + 90_316_800
+    few = Columns(video_key="videos", fps_max_frames=4, video_max_pixels=200_000, max_videos_per_prompt=2)
+    assert _most_pixels(few) == 8 * 1_003_520 + 2 * 4 * 200_000 // 2
