@@ -130,7 +130,8 @@ def _opened(encoded: Encoded, limits: VideoLimits) -> Iterator[tuple[InputContai
     except DataError:
         raise
     except (av.FFmpegError, ValueError, OSError, MemoryError) as error:  # damaged files
-        raise DataError(f"{name} is damaged or truncated: {first_line(error)}") from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"{name} is damaged or truncated: {reason}") from error
 
 
 def _demuxer(content: bytes) -> str | None:

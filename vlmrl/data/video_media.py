@@ -149,8 +149,11 @@ def _choose(facts: VideoFacts, video: VideoSource, columns: Columns, name: str) 
         wanted["fps"] = min(columns.fps, facts.fps)
         count = smart_nframes(wanted, total_frames=total, video_fps=facts.fps)
     except ValueError as error:
-        at_once = f"{facts.num_frames} frames at {facts.fps:g} per second"
-        raise DataError(f"{name} is too short ({at_once}): two frames are needed: {error}") from error
+        length = f"{facts.num_frames} frames at {facts.fps:g} per second"
+        part_of = (
+            "" if video.start is None and video.end is None else ", of which video_start and video_end take a part"
+        )
+        raise DataError(f"{name} is too short ({length}{part_of}): two frames are needed") from error
     # In single precision and rounded as there.
     return _Chosen(tuple(torch.linspace(first, last, count).round().long().tolist()), total)
 

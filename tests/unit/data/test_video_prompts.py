@@ -1,0 +1,164 @@
+"""Rows with videos as prompts, supervised samples and pairs; rows with bad videos are dropped with the reason."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from video_files import frames_of, video_file
+
+from vlmrl import plugins
+from vlmrl.config.data import Columns
+from vlmrl.config.pairs import PairData
+from vlmrl.data.columns import RowRequirements
+from vlmrl.data.pairs import PairPrompt, PairStream
+from vlmrl.data.prompts import PromptStream
+from vlmrl.data.rows import Rows, load_rows
+from vlmrl.data.targets import SupervisedPrompt, Targets
+from vlmrl.errors import DataError
+from vlmrl.models import tiny
+from vlmrl.video_size import VideoSize
+
+LIMITS: dict[str, Any] = {
+    "video_key": "videos",
+    "video_min_pixels": 4096,
+    "video_max_pixels": 8192,
+    "max_dropped_fraction": 1.0,
+}
+BAD = {
+    "cut.mp4": "is damaged or truncated: Invalid data",
+    "long.mp4": "is longer than 600 s",
+    "one.mp4": "is too short (1 frames at 8 per second): two frames are needed",
+    "empty.mp4": "is not a readable video (0 bytes)",
+    "gone.mp4": "does not exist",
+    "/etc/passwd": "is outside the dataset's folder",
+    "https://example.org/a.mp4": "is on the web: if you trust the dataset, set data.allow_image_urls",
+}
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> plugins.Processor:
+    model = tiny.build("qwen3_vl", tmp_path_factory.mktemp("model") / "m", size="micro")
+    return plugins.processor_of(str(model), Columns())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    noise = video_file(np.random.default_rng(0).integers(0, 255, (16, 48, 64, 3), dtype=np.uint8))
+    files = {
+        "good.mp4": video_file(frames_of(16)),
+        "cut.mp4": noise[: len(noise) // 2],
+        "long.mp4": video_file(frames_of(8), rate=0.001),
+        "one.mp4": video_file(frames_of(1)),
+        "empty.mp4": b"",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def load(folder: Path, *rows: dict[str, Any]) -> Rows:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_rows(str(file), split="train", max_samples=100, seed=0)
+
+
+def test_a_video_is_in_prompt_request_and_messages(folder: Path, processor: plugins.Processor) -> None:
+    part = {"type": "video", "video": "good.mp4"}
+    rows = load(
+        folder,
+        {"input": "a <video> b", "videos": ["good.mp4"]},
+        {"input": [{"role": "user", "content": [part, {"type": "text", "text": "which?"}]}]},
+        {"input": "plain"},
+    )
+    stream = PromptStream([rows], probs=None, processor=processor, columns=Columns(**LIMITS), seed=0)
+    first, second, third = stream.all_prompts(10)
+    assert [prompt.messages[0].text for prompt in (first, second, third)] == ["a <video> b", "<video>which?", "plain"]
+    assert (first.is_chat, second.is_chat) == (False, True)
+    (video,) = first.media
+    assert isinstance(video.size, VideoSize)
+    assert video.hash == second.media[0].hash
+    # 4 frames are two patches in time, of 2x2 tokens each.
+    assert (processor.token_types(first.tokens) == 2).sum() == 8
+    assert (processor.token_types(first.request) == 2).sum() == 1
+    assert third.media == ()
+
+
+def test_bad_videos_drop_their_rows_and_say_why(
+    folder: Path, processor: plugins.Processor, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = load(
+        folder,
+        *({"input": "which?", "videos": [name]} for name in BAD),
+        {"input": "which <video>?"},
+        {"input": "x", "videos": ["good.mp4"]},
+    )
+    stream = PromptStream([rows], probs=None, processor=processor, columns=Columns(**LIMITS), seed=0)
+    with caplog.at_level(logging.WARNING):
+        assert len(stream.all_prompts(20)) == 1
+    assert stream.dropped == {"video unusable": len(BAD), "question and videos do not fit": 1}
+    lines = [record.getMessage() for record in caplog.records]
+    for name, reason in BAD.items():
+        assert any(name in line and reason in line for line in lines), (name, lines)
+
+
+def test_a_dataset_whose_videos_are_not_read_is_refused(folder: Path, processor: plugins.Processor) -> None:
+    rows = load(folder, {"input": "which?", "clip": "good.mp4"})
+    with pytest.raises(DataError, match=r"videos in column 'clip', which is not read: set data\.video_key to clip"):
+        PromptStream([rows], probs=None, processor=processor, columns=Columns(), seed=0)
+    with pytest.raises(DataError, match=r"no column 'videos' \(data\.video_key\); it has: input, clip"):
+        PromptStream([rows], probs=None, processor=processor, columns=Columns(video_key="videos"), seed=0)
+    explicit = Columns(video_key="none")
+    assert len(PromptStream([rows], probs=None, processor=processor, columns=explicit, seed=0).all_prompts(5)) == 1
+
+
+def test_the_digest_of_a_row_covers_its_videos(folder: Path, processor: plugins.Processor) -> None:
+    (folder / "other.mp4").write_bytes(video_file(frames_of(12)))
+    rows = load(folder, *({"input": "which?", "videos": [name]} for name in ("good.mp4", "other.mp4", "good.mp4")))
+    stream = PromptStream([rows], probs=None, processor=processor, columns=Columns(**LIMITS), seed=0)
+    (hasher,) = stream.hashers
+    first, other, same = (hasher.prompt(row) for row in range(3))
+    assert first == same != other
+
+
+def test_supervised_rows_have_videos_in_several_turns(folder: Path, processor: plugins.Processor) -> None:
+    turns = [
+        {"role": "user", "content": "<video> which?"},
+        {"role": "assistant", "content": "left"},
+        {"role": "user", "content": "and here? <video>"},
+        {"role": "assistant", "content": "right"},
+    ]
+    rows = load(folder, {"messages": turns, "videos": ["good.mp4", "good.mp4"]})
+    stream = PromptStream(
+        [rows],
+        probs=None,
+        processor=processor,
+        columns=Columns(**LIMITS, max_videos_per_prompt=2),
+        seed=0,
+        requirements=RowRequirements(answer=True, targets=Targets("all")),
+    )
+    (prompt,) = stream.all_prompts(1)
+    assert isinstance(prompt, SupervisedPrompt)
+    (sample,) = prompt.samples
+    assert len(sample.media) == 2
+    assert processor.tokenizer.decode(sample.tokens[sample.sampled]).count("<|im_end|>") == 2
+
+
+def test_both_responses_of_a_pair_share_a_video(folder: Path, processor: plugins.Processor) -> None:
+    rows = load(folder, {"input": "<video> which?", "chosen": "left", "rejected": "right", "videos": "good.mp4"})
+    stream = PairStream(
+        [rows],
+        probs=None,
+        processor=processor,
+        columns=PairData(**LIMITS, prompt_dataset="d"),
+        seed=0,
+        requirements=RowRequirements(pair=True),
+    )
+    (pair,) = stream.all_prompts(1)
+    assert isinstance(pair, PairPrompt)
+    assert pair.chosen.media[0].hash == pair.rejected.media[0].hash
+    assert pair.chosen.shares_prompt
