@@ -41,6 +41,8 @@ class Dot:
     x: int
     y: int
     colour: str
+    radius: float = 0.1
+    """Fraction of the side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Clip:
         frames = []
         for dot in self.dots:
             canvas = Canvas(self.pixels, self.paper)
-            canvas.circle((dot.x + 0.5) / _CELLS, (dot.y + 0.5) / _CELLS, 0.1, COLOURS[dot.colour])
+            canvas.circle((dot.x + 0.5) / _CELLS, (dot.y + 0.5) / _CELLS, dot.radius, COLOURS[dot.colour])
             frames.append(canvas.finish())
         return frames
 
@@ -128,11 +130,11 @@ def move(rng: random.Random, frames: int) -> tuple[str, str, list[Dot]]:
 
 
 def order(rng: random.Random, frames: int) -> tuple[str, str, list[Dot]]:
-    """A dot stays where it is and changes its colour after every second frame."""
+    """A large dot stays where it is and changes its colour after every second frame."""
     names = rng.sample(list(COLOURS), frames // 2)
-    x, y = rng.randrange(_CELLS), rng.randrange(_CELLS)
+    x, y = rng.randrange(2, _CELLS - 2), rng.randrange(2, _CELLS - 2)
     answer = "".join(name[0] for name in names)
-    return "In what order do the colours come?", answer, [Dot(x, y, names[n // 2]) for n in range(frames)]
+    return "In what order do the colours come?", answer, [Dot(x, y, names[n // 2], radius=0.3) for n in range(frames)]
 
 
 Family = Callable[[random.Random, int], tuple[str, str, list[Dot]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_pair import EXACT
-from recipes import read_metrics, recipe, steps_of
+from recipes import recipe, steps_of
 
 from vlmrl import plugins
 from vlmrl.commands.rl import train_rl
@@ -34,8 +35,8 @@ from vlmrl.video_size import VideoSize
 
 COLUMNS = Columns(video_key="videos", max_videos_per_prompt=2, max_pixels=200 * 200, fps_max_frames=16)
 SAMPLING = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
-BLIND = 1 / 4
-"""Share of right responses without looking: one of four directions."""
+BLIND = (math.log(6) + math.log(5)) / 3
+"""Lowest loss per token without looking: a response is two of six letters, each once, and an end token."""
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared")
 
 
@@ -141,12 +142,6 @@ def test_a_run_on_video_files(tmp_path: Path, tiny_model: Callable[..., str], di
 @pytest.mark.usefixtures("ray_session")
 def test_a_tiny_model_learns_from_videos(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
     train_sft(load(SftConfig, recipe("motion_sft_tiny.yaml", tiny_model("qwen3_vl"), tmp_path / "sft")))
-    model = str(tmp_path / "sft" / "model")
-    train_rl(load(RlConfig, recipe("motion_tiny.yaml", model, tmp_path / "rl", **{"train.max_steps": 40})))
-    scores = [
-        line["eval/visual_motion/pass@1"]
-        for line in read_metrics(tmp_path / "rl")
-        if "eval/visual_motion/pass@1" in line
-    ]
-    assert scores[0] > BLIND + 0.05
-    assert scores[-1] > scores[0] + 0.1, scores
+    losses = [line["policy/loss"] for line in steps_of(tmp_path / "sft")]
+    # No row is drawn twice, so these are losses on new videos.
+    assert sum(losses[-10:]) / 10 < BLIND / 3, losses

@@ -61,7 +61,7 @@ class MediaRules:
             parsed = [parse_video(video) for video in videos]
             placed = place_videos(question, images, parsed) if parsed else (question, inline or images)
         self._check(placed[1])
-        takes_videos = self.processor.frame_factor is not None and self.columns.video_key is not None
+        takes_videos = self.columns.video_key is not None and self.processor.frame_factor is not None
         if takes_videos and not any(isinstance(source, VideoSource) for source in placed[1]):
             with unusable_on_error("question and videos do not fit"):
                 refuse_unfilled(question)
