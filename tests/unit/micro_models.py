@@ -15,24 +15,24 @@ from vlmrl.models import tiny
 from vlmrl.models.load import load_model
 from vlmrl.plugins import Processor, processor
 from vlmrl.types import Pixels, Sample
+from vlmrl.video_size import Size, VideoSize, pixel_shape
 
 torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of random pixels."""
+    """An image or video of random pixels."""
 
     seed: int
-    size: tuple[int, int]
+    size: Size
 
     @property
     def hash(self) -> str:
         return f"{self.seed}:{self.size}"
 
     def fetch(self) -> Pixels:
-        width, height = self.size
-        return np.random.default_rng(self.seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        return np.random.default_rng(self.seed).integers(0, 256, pixel_shape(self.size), dtype=np.uint8)
 
 
 @pytest.fixture(scope="session")
@@ -82,15 +82,18 @@ def reader(folder: Callable[..., Path]) -> Callable[..., Processor]:
 
 @pytest.fixture(scope="session")
 def group(reader: Callable[..., Processor]) -> Callable[..., list[Sample]]:
-    """`group(family, images, seed, lengths)`: a prompt with images of different sizes, and random responses to it."""
+    """`group(family, images, seed, lengths, videos=...)`: a prompt with images, then videos, of different sizes, and
+    random responses to it."""
 
-    def make(family: tiny.Family, images: int, seed: int, lengths: Sequence[int]) -> list[Sample]:
+    def make(family: tiny.Family, images: int, seed: int, lengths: Sequence[int], *, videos: int = 0) -> list[Sample]:
         read = reader(family)
         rng = np.random.default_rng(seed)
         side = read.resize_factor or 1
-        sizes = [(side * int(rng.integers(2, 5)), side * int(rng.integers(2, 5))) for _ in range(images)]
+        sizes: list[Size] = [(side * int(rng.integers(2, 5)), side * int(rng.integers(2, 5))) for _ in range(images)]
+        sizes += [VideoSize(side * 3, side * (2 + i), tuple(range(8)), 4.0, 8) for i in range(videos)]
         media = tuple(Picture(seed * 10 + i, size) for i, size in enumerate(sizes))
         shown = "<|vision_start|><|image_pad|><|vision_end|> and " * images
+        shown += "<|vision_start|><|video_pad|><|vision_end|> and " * videos
         prompt, _ = read.encode(
             f"<|im_start|>user\n{seed}: {shown}how many?<|im_end|>\n", [item.size for item in media]
         )

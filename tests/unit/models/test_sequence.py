@@ -134,6 +134,24 @@ def test_log_probs_and_gradients_are_those_of_one_rank(
     compare(tmp_path / "ranks", size, work)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
+def test_videos_are_shared_like_images(reader: Make, group: Make, net: Make, tmp_path: Path, family: Family) -> None:
+    model, processor = in_fp64(net(family, attention=OURS)), reader(family)
+    only = group(family, 0, 1, (9, 4), videos=1)
+    mixed = [*group(family, 2, 2, (5, 3), videos=2), *group(family, 0, 3, (6,)), *group(family, 1, 4, (7,))]
+    packs = [make_pack(samples, range(len(samples)), layout) for samples in (only, mixed) for layout in LAYOUTS]
+    width = -(-packs[2].shape[1] // 2)
+    is_video = processor.token_types(only[0].tokens) == 2
+    assert is_video[:width].any(), "the video begins on the first rank"
+    assert is_video[width:].any(), "and ends on the second"
+    inputs = [model_inputs(model, processor, pack) for pack in packs]
+
+    def work(sequence: SequenceGroup | None) -> list[Run]:
+        return [scored(model, each, sequence) for each in inputs]
+
+    compare(tmp_path / "ranks", 2, work)
+
+
 def test_a_value_head_a_recomputed_pass_and_a_rank_without_a_scored_token(
     reader: Make, group: Make, folder: Make, net: Make, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from vlmrl.types import Layout, Media, Sample
 from vlmrl.video_size import VideoSize
 
 COLUMNS = Columns(video_key="videos")
-FAMILIES: tuple[tiny.Family, ...] = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
+FAMILIES: tuple[tiny.Family, ...] = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5")
 CPU = torch.device("cpu")
 
 
@@ -58,12 +58,11 @@ def encoded(processor: Any, media: Sequence[Media]) -> tuple[str, Any, Any]:
     return (text, *processor.encode(text, [item.size for item in media]))
 
 
-def test_ids_and_patches_equal_transformers(processor: Any) -> None:
-    item = video(processor.resize_factor, rows=2)
-    text, tokens, request = encoded(processor, [item])
+def transformers_inputs(processor: Any, text: str, item: InlineMedia) -> Any:
+    """Return what Transformers' processor makes of a prompt with a video."""
     size = item.size
     assert isinstance(size, VideoSize)
-    inputs = processor._processor(
+    return processor._processor(
         text=[text],
         videos=[item.pixels],
         video_metadata=[{"fps": size.fps, "frames_indices": list(size.indices), "total_num_frames": size.total}],
@@ -71,11 +70,17 @@ def test_ids_and_patches_equal_transformers(processor: Any) -> None:
         do_sample_frames=False,
         return_tensors="pt",
     )
+
+
+def test_ids_and_patches_equal_transformers(processor: Any) -> None:
+    item = video(processor.resize_factor, rows=2)
+    text, tokens, request = encoded(processor, [item])
+    inputs = transformers_inputs(processor, text, item)
     assert inputs["input_ids"][0].tolist() == tokens.tolist()
     assert inputs["mm_token_type_ids"][0].tolist() == processor.token_types(tokens).tolist()
     ours = processor.pixel_inputs([item])
     assert torch.equal(ours["pixel_values"], inputs["pixel_values_videos"])
-    assert ours["image_grid_thw"].tolist() == inputs["video_grid_thw"].tolist() == [list(processor.grid(size))]
+    assert ours["image_grid_thw"].tolist() == inputs["video_grid_thw"].tolist() == [list(processor.grid(item.size))]
     assert collapse(tokens, [item], processor).tolist() == request.tolist()
 
 
@@ -115,6 +120,21 @@ def test_positions_of_images_are_transformers_too(processor: Any, model: Path) -
         image_grid_thw=torch.tensor([processor.grid(item.size)]),
     )
     assert np.array_equal(theirs[:, 0].numpy(), processor.video_positions(tokens, [item.size]))
+
+
+def test_log_probs_equal_those_of_transformers_own_pass(processor: Any, model: Path) -> None:
+    # A video that is shorter in time than it is high, after which families continue alike.
+    item = video(processor.resize_factor, frames=4, rows=4)
+    text, tokens, _ = encoded(processor, [item])
+    inputs = transformers_inputs(processor, text, item)
+    net: Any = load_model(str(model), dtype=torch.float32, attn_implementation="sdpa")
+    with torch.no_grad():
+        theirs = net(**inputs).logits[0, :-1].log_softmax(-1)
+    expected = theirs.gather(1, torch.from_numpy(tokens)[1:, None])[:, 0]
+    sample = Sample(tokens, np.ones(len(tokens), dtype=np.bool_), (item,))
+    forward = LogprobForward(Scorer(net), processor, temperature=1.0, bans=False, device=CPU, cache_bytes=0)
+    ours = dict(forward.logprobs([make_pack([sample], [0], "padded")]))[0]
+    assert np.abs(ours[1:] - expected.numpy()).max() < 1e-5
 
 
 def _samples(processor: Any) -> list[Sample]:
