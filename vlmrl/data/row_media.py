@@ -196,10 +196,11 @@ def _split(content: Any, marks: re.Pattern[str]) -> Any:
 def _is_image(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("image") or ""
+    # A GIF is a video of its own here.
     if isinstance(value, bytes):
-        return has_image_bytes(value)
+        return has_image_bytes(value) and not value.startswith(b"GIF8")
     if isinstance(value, str | Path):
-        return is_image_name(str(value))
+        return is_image_name(str(value)) and not str(value).lower().endswith(".gif")
     return hasattr(value, "getbands") or (isinstance(value, np.ndarray) and value.ndim <= 3)
 
 

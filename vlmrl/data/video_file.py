@@ -80,9 +80,12 @@ def _facts(encoded: Encoded, limits: VideoLimits) -> VideoFacts:
     name = encoded.name
     with _opened(encoded, limits) as (container, stream):
         width, height = stream.codec_context.width, stream.codec_context.height
-        declared, rate, start, end, count = int(stream.frames), stream.average_rate, None, 0.0, 0
+        declared, rate, start, end, count, num_hidden = int(stream.frames), stream.average_rate, None, 0.0, 0, 0
         for packet in container.demux(stream):
             if not packet.size:
+                continue
+            if packet.is_discard:  # cut off by an edit list: the decoder needs it, and gives no frame
+                num_hidden += 1
                 continue
             count += 1
             if packet.pts is not None and packet.time_base is not None:
@@ -97,8 +100,8 @@ def _facts(encoded: Encoded, limits: VideoLimits) -> VideoFacts:
                 )
     if not count:
         raise DataError(f"{name} has no frames: it is empty or truncated")
-    if count < declared:
-        raise DataError(f"{name} is truncated: it has {count} of {declared} frames")
+    if count + num_hidden < declared:
+        raise DataError(f"{name} is truncated: it has {count + num_hidden} of {declared} frames")
     fps = float(rate) if rate else (count / seconds if seconds > 0 else 0.0)
     if fps <= 0:
         raise DataError(f"{name} has no frame rate")

@@ -162,6 +162,9 @@ def test_parts_of_messages_hold_videos() -> None:
         (["1.png", "2.png"], [["1.png", "2.png"]]),
         ([["1.png", "2.png"], "b.mp4"], [["1.png", "2.png"], "b.mp4"]),
         ([{"video": "a.mp4"}], [{"video": "a.mp4"}]),
+        ("a.gif", ["a.gif"]),
+        (["a.GIF", "b.gif"], ["a.GIF", "b.gif"]),
+        ([b"GIF89a..."], [b"GIF89a..."]),
         (None, []),
     ],
 )

@@ -38,6 +38,30 @@ def test_facts_come_from_the_packets() -> None:
     assert facts == VideoFacts(64, 48, 12, 8.0)
 
 
+def cut(content: bytes, seconds: float) -> bytes:
+    """Cut the start off an MP4 file without encoding it anew: the frames since the key frame stay, and are hidden."""
+    file = io.BytesIO()
+    file.name = "cut.mp4"
+    with av.open(io.BytesIO(content)) as whole, av.open(file, "w", format="mp4") as out:
+        source = whole.streams.video[0]
+        stream = out.add_stream_from_template(source)
+        for packet in whole.demux(source):
+            if packet.dts is not None and packet.pts is not None:
+                assert source.time_base is not None
+                offset = int(seconds / source.time_base)
+                packet.stream, packet.pts, packet.dts = stream, packet.pts - offset, packet.dts - offset
+                out.mux(packet)
+    return file.getvalue()
+
+
+def test_a_file_that_was_cut_has_the_frames_that_players_show() -> None:
+    frames = frames_of(16)
+    content = cut(video_file(frames), 0.5)  # 4 frames at 8 per second
+    facts, _ = read_frames(Encoded(content, "it"), limits=LIMITS, choose=lambda _: ([0], (8, 8)))
+    assert facts.num_frames == 12
+    assert np.abs(np.array(read(content, (0, 11))) - frames[[4, 15], 0, 0, 0]).max() < 8
+
+
 def test_a_truncated_file_is_refused() -> None:
     whole = video_file(np.random.default_rng(0).integers(0, 255, (16, 48, 64, 3), dtype=np.uint8))
     fragments = video_file(frames_of(16), fast_start=True)

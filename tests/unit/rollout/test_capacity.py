@@ -1,6 +1,17 @@
 """Limits of an engine, from the demand of the run."""
 
-from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits, format_limits, prompts_at_once
+from typing import Any
+
+from vlmrl.config.data import Columns
+from vlmrl.rollout.capacity import (
+    CPU_LIMITS,
+    Demand,
+    Limits,
+    choose_limits,
+    format_limits,
+    prompts_at_once,
+    video_limit,
+)
 
 LARGE = Limits(1024, 16384)
 """vLLM's defaults on an H100."""
@@ -44,3 +55,22 @@ def test_an_engine_has_half_its_prompts_at_once_but_at_least_64() -> None:
 
 def test_limits_are_formatted_in_one_line() -> None:
     assert format_limits(CPU_LIMITS) == "each engine: up to 128 responses and 2048 tokens at once"
+
+
+class Reader:
+    """The part of a processor that the limit of videos needs."""
+
+    resize_factor: int | None = 28
+    frame_factor: int | None = 2
+
+
+def test_the_largest_video_is_one_that_a_prompt_may_have() -> None:
+    reader: Any = Reader()
+    columns = Columns(video_key="videos", video_max_pixels=131_072, fps_max_frames=9, max_videos_per_prompt=3)
+    # 362 pixels wide and high at most; the processor takes multiples of 28.
+    assert video_limit(columns, reader) == {"count": 3, "num_frames": 8, "width": 336, "height": 336}
+    # 768 frames share 90,316,800 pixels, so 235,200 for each two.
+    assert video_limit(Columns(video_key="videos"), reader) == {
+        "count": 1, "num_frames": 768, "width": 476, "height": 476
+    }  # fmt: skip
+    assert video_limit(Columns(), reader) == 0
