@@ -106,6 +106,7 @@ def packing_plan(
         layout="padded" if is_recurrent else loop.layout,
         max_tokens=loop.max_tokens_per_gpu * sequence_size,
         max_samples=loop.micro_batch_size,
-        image_cost=lambda image: patch_cost * math.prod(processor.grid(image.size)),
+        # Tokens are shared by the ranks, but each encodes all images of a pack.
+        image_cost=lambda image: sequence_size * patch_cost * math.prod(processor.grid(image.size)),
         filler=processor.dummy_sample(),
     )

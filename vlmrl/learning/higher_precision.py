@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmrl.models.linear_attention import weights_read_by
 from vlmrl.models.quantize import is_four_bit
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -49,7 +50,7 @@ class _LayerHooks:
         self._compute_dtype: torch.dtype | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for parameter in module.parameters(recurse=False):
+        for parameter in weights_read_by(module):
             if parameter.dtype in _NARROWER[self._to] and not is_four_bit(parameter):
                 self._held.append((parameter, parameter.data))
                 parameter.data = parameter.data.to(self._to)

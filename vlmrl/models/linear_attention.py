@@ -7,7 +7,9 @@ prompt's span runs once; its final states are the initial ones of its responses,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -21,6 +23,8 @@ from vlmrl.types import Bools, Ints
 
 _LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 """Transformers' classes for which tests show that the layouts are equal."""
+_WITH_KERNELS = ("causal_conv1d_fn", "causal_conv1d_update", "_gated_delta_rule")
+"""Ends of the names of Transformers' functions that packages replace."""
 _ATTENTION = ("full_attention", "sliding_attention")
 """Layer types without a state."""
 _CHUNK = 64
@@ -50,9 +54,45 @@ def follows_plan(net: PreTrainedModel) -> bool:
     return 0 < number == sum(kind not in _ATTENTION for kind in kinds)
 
 
+@contextmanager
+def reference_functions(net: nn.Module) -> Iterator[None]:
+    """Context in which linear attention computes by Transformers' own PyTorch functions.
+
+    Where packages with kernels are installed (flash-linear-attention, causal-conv1d), Transformers replaces these
+    functions, on every device. The kernels take neither fp64 nor tensors in CPU memory.
+    """
+    libraries = {
+        sys.modules[kind.__module__]
+        for module in net.modules()
+        for kind in type(module).__mro__
+        if kind.__name__ in _LAYERS and kind.__module__.startswith("transformers.")
+    }
+    replaced = [
+        (library, name, function)
+        for library in libraries
+        for name, function in vars(library).items()
+        if name.endswith(_WITH_KERNELS) and hasattr(function, "__wrapped__")
+    ]
+    try:
+        for library, name, function in replaced:
+            setattr(library, name, function.__wrapped__)
+        yield
+    finally:
+        for library, name, function in replaced:
+            setattr(library, name, function)
+
+
+def weights_read_by(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that a module's own forward pass reads, without those of the modules that it calls."""
+    own = list(module.parameters(recurse=False))
+    # Linear attention reads the weight of its convolution, and does not call it.
+    return [*own, *module.conv1d.parameters()] if isinstance(module, LinearAttention) else own
+
+
 class LinearAttention(nn.Module):
     """Base of the layers that run per span, in front of Transformers' class."""
 
+    conv1d: nn.Conv1d
     _z3_leaf = True
     """For DeepSpeed: ZeRO-3 gathers the layer as a whole. Gathered one by one, its parts would be gathered as often as
     they are called, which differs between ranks, and a rank would wait forever."""

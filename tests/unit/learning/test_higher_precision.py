@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("family", "adapter"), [("qwen2_5_vl", None), ("qwen3_vl", None), ("qwen2_5_vl", "lora"), ("qwen2_5_vl", "dora")]
+    ("family", "adapter"),
+    [("qwen2_5_vl", None), ("qwen3_vl", None), ("qwen3_5", None), ("qwen2_5_vl", "lora"), ("qwen2_5_vl", "dora")],
 )
 def test_a_half_precision_model_computes_in_fp32_like_one_in_fp32(
     family: tiny.Family, adapter: str | None, tmp_path: Path
@@ -60,7 +61,7 @@ def test_a_half_precision_model_computes_in_fp32_like_one_in_fp32(
     assert rounding > 1e-3
     # Pixels reach the tower in its own type, inputs their adapters, and DoRA's sums are of weights as they are: that is
     # still rounded.
-    assert np.abs(exact - logprobs_of(whole)).mean() < rounding / 2
+    assert np.abs(exact - logprobs_of(whole)).mean() < rounding / (5 if adapter is None else 2)
     np.testing.assert_array_equal(logprobs_of(half), before)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from planted_faults import leak_between_responses, shift_positions
 from sample_batches import batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3NextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from vlmrl.learning import layout_check
 from vlmrl.learning.layout_check import Difference, compare_layouts, copy_first_layers
@@ -198,3 +200,20 @@ def test_on_a_full_device_the_comparison_runs_on_the_cpu(make: Any, monkeypatch:
     differences = compare_layouts(net, read, samples, ["shared"], attention="auto", device=torch.device("meta"))
     assert tried == ["meta", "cpu"]
     assert max(differences["shared"]) < 3e-6
+
+
+def test_kernels_that_take_neither_fp64_nor_cpu_tensors_are_not_called(
+    make: Callable[[tiny.Family, torch.dtype], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where flash-linear-attention and causal-conv1d are installed: Transformers then calls them on any device."""
+    for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
+
+        @wraps(getattr(modeling_qwen3_5, name).__wrapped__)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("Expected a CUDA tensor")
+
+        monkeypatch.setattr(modeling_qwen3_5, name, kernel)
+    made = make("qwen3_5", torch.float32)
+    assert all(gap < 1e-5 for gaps in compare(made).values() for gap in gaps)
+    with pytest.raises(RuntimeError, match="Expected a CUDA tensor"):
+        made[0](torch.ones(1, 8, dtype=torch.long))
