@@ -111,7 +111,8 @@ def samples(tools: Any) -> list[Sample]:
 def packs_of(
     learner: Any, rows: Sequence[Sample], layout: str, max_tokens: int, max_samples: int | None = None
 ) -> list[Pack]:
-    tools, group_size = learner._processor, learner._ds.sequence_parallel_size
+    tools = learner._processor
+    group_size = learner._ds.sequence_parallel_size if hasattr(learner, "_ds") else 1  # frozen models have no groups
     shares = spread(
         rows,
         num_ranks=torch.distributed.get_world_size() // group_size,
