@@ -1,5 +1,6 @@
 """Linear attention on CUDA, by the kernels that Transformers finds there, against fp64 on the CPU."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vlmrl.models import tiny
 from vlmrl.models.attention import implementation
 from vlmrl.models.double_precision import KeepDouble
 from vlmrl.models.inputs import model_inputs
+from vlmrl.models.linear_attention import reference_functions
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
 from vlmrl.plugins import processor
@@ -39,8 +41,10 @@ def run(folder: Path, layout: Layout, device: torch.device, dtype: torch.dtype) 
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in model_inputs(net, read, make_pack(samples, range(6), layout)).items()
     }
-    logprobs = Scorer(net)(inputs).logprobs[inputs["scored"]]
-    (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()
+    # The kernels of installed packages take no tensors in CPU memory.
+    with reference_functions(net) if device == CPU else nullcontext():
+        logprobs = Scorer(net)(inputs).logprobs[inputs["scored"]]
+        (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()
     gradients = [parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None]
     return logprobs.detach().cpu().double(), torch.cat(gradients).cpu().double()
 

@@ -268,17 +268,19 @@ def largest_pack(
     dummy = processor.dummy_sample()
     if dummy is None:
         return tokens, 0
+    # Every rank encodes all images of a pack, so they count for each (`cluster.learners.packing_plan`).
+    with_images = max(tokens // sequence_size, at_least * longest)
     (width, height, *_), (_, rows, columns) = dummy.media[0].size, processor.grid(dummy.media[0].size)
     if isinstance(config, RlConfig) and config.has_agent:  # images may come in any turn
         most = config.agent.max_images * config.data.max_pixels * rows * columns / (width * height)
         per_sequence = min(most, longest * rows * columns / processor.num_tokens((width, height)))
-        return tokens, int(tokens * per_sequence / longest)
+        return tokens, int(with_images * per_sequence / longest)
     most = _most_pixels(config.data) * rows * columns / (width * height)
     per_prompt = min(most, config.data.max_len * rows * columns / processor.num_tokens((width, height)))
     num_responses = config.rollout.n_samples_per_prompt if isinstance(config, RlConfig) else 1
     if config.train.layout != "shared":
         num_responses = 1
-    return tokens, int(tokens * per_prompt / (config.data.max_len + num_responses * response))
+    return tokens, int(with_images * per_prompt / (config.data.max_len + num_responses * response))
 
 
 def _most_pixels(data: Columns) -> int:

@@ -23,7 +23,7 @@ class Columns(Section):
     """Column of the images; a row may have none. `none`: no column is read, and `<image>` is plain text."""
     video_key: str | None = None
     """Column of the videos, `videos` by custom; a row may have none. Videos inside messages are read with it too.
-    Without it `<video>` is plain text, and a dataset with videos is refused unless this is `none`."""
+    Without it rows with `<video>` are unusable and a dataset with videos is refused, unless this is `none`."""
     input_template: str | None = None
     """Template around the question if no chat template is applied; `{}` is the question."""
     apply_chat_template: bool = True
@@ -58,7 +58,7 @@ class Columns(Section):
     fps_min_frames: Annotated[int, Field(ge=2)] = 4
     """At least this many frames are taken of a video, if it has them."""
     fps_max_frames: Annotated[int, Field(ge=2)] = 768
-    """At most this many frames are taken of a video, evenly spaced; for the engine's memory, of any video."""
+    """At most this many frames are taken of a video, evenly spaced."""
     video_min_pixels: PositiveInt = 100_352
     """Smaller frames are enlarged to this many pixels."""
     video_max_pixels: PositiveInt = 602_112

@@ -205,7 +205,8 @@ class _ColumnSearch:
         """Yield the settings whose column is needed or configured, but missing."""
         for name, key in keys.items():
             is_needed = name in self._needed or name in self._source.named_columns
-            is_configured = key not in (None, _DEFAULTS[name]) and not self._is_in_other_dataset(key)
+            optional = (None, _DEFAULTS[name], *(("videos",) if name == "video_key" else ()))  # messages may hold them
+            is_configured = key not in optional and not self._is_in_other_dataset(key)
             if not _has_column(self._source, key) and (is_needed or is_configured):
                 yield name
 
@@ -334,7 +335,9 @@ def _looks_like_images(column: str, value: Any) -> bool:
 def _looks_like_videos(column: str, value: Any) -> bool:
     first = next(iter(as_list(value)), None)
     if isinstance(first, Mapping):
-        first = first.get("video") or first.get("path") or first.get("url")
+        first = first.get("video") or first.get("bytes") or first.get("path") or first.get("url")
+    if isinstance(first, bytes | list | tuple):  # a file, or a list of frames
+        return bool(first) and _VIDEO_NAME.fullmatch(column) is not None
     if not isinstance(first, str) or not first:
         return False
     return _VIDEO_FILE.fullmatch(first) is not None or (

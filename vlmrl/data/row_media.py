@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vlmrl.config.data import Columns
+from vlmrl.config.names import is_given
 from vlmrl.data.columns import as_list, has_image_bytes, is_image_name
 from vlmrl.data.image_source import NO_ACCESS, ImageAccess
 from vlmrl.data.media import ImageLimits, InlineMedia, make_row_media, open_images
@@ -61,8 +62,9 @@ class MediaRules:
             parsed = [parse_video(video) for video in videos]
             placed = place_videos(question, images, parsed) if parsed else (question, inline or images)
         self._check(placed[1])
-        takes_videos = self.columns.video_key is not None and self.processor.frame_factor is not None
-        if takes_videos and not any(isinstance(source, VideoSource) for source in placed[1]):
+        is_plain_text = self.columns.video_key is None and is_given(self.columns, "video_key")  # `none`
+        takes_videos = self.processor.frame_factor is not None
+        if takes_videos and not is_plain_text and not any(isinstance(source, VideoSource) for source in placed[1]):
             with unusable_on_error("question and videos do not fit"):
                 refuse_unfilled(question)
         return RowMedia(*placed)

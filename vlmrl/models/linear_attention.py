@@ -7,6 +7,7 @@ prompt's span runs once; its final states are the initial ones of its responses,
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,11 +72,11 @@ def reference_functions(net: nn.Module) -> Iterator[None]:
         (library, name, function)
         for library in libraries
         for name, function in vars(library).items()
-        if name.endswith(_WITH_KERNELS) and hasattr(function, "__wrapped__")
+        if name.endswith(_WITH_KERNELS)
     ]
     try:
         for library, name, function in replaced:
-            setattr(library, name, function.__wrapped__)
+            setattr(library, name, inspect.unwrap(function))
         yield
     finally:
         for library, name, function in replaced:

@@ -50,10 +50,22 @@ def check_divisible(net: PreTrainedModel, size: int) -> None:
     flag, name = f"ds.sequence_parallel_size {size}", type(net).__name__
     if net._is_stateful:
         raise ConfigError(f"{flag}: {name} has recurrent layers, which pass a state from token to token: use 1")
+    if (rope := _rope_of_length(net.config.get_text_config())) is not None:
+        raise ConfigError(
+            f"{flag}: the positions of {name} ({rope}) depend on the longest sequence, of which each rank sees a part: "
+            "use 1"
+        )
     heads = int(net.config.get_text_config().num_attention_heads)
     if heads % size:
         sizes = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise ConfigError(f"{flag} does not divide the {heads} attention heads of {name}: use one of {sizes}")
+
+
+def _rope_of_length(config: Any) -> str | None:
+    """Return the type of rotary embedding whose frequencies depend on the length of a sequence; None for others."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
+    return next((kind for kind in kinds if kind in ("longrope", "dynamic")), None)
 
 
 @contextmanager

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from vlmrl.config.data import Columns
-from vlmrl.data.video_media import frame_size
 from vlmrl.plugins import Processor
 
 MIN_PROMPTS_AT_ONCE = 64
@@ -76,12 +74,6 @@ def format_limits(limits: Limits) -> str:
     return f"each engine: up to {limits.max_num_seqs} responses and {limits.max_num_batched_tokens} tokens at once"
 
 
-def video_limit(columns: Columns, processor: Processor) -> int | dict[str, int]:
-    """Return the most videos of a prompt, with the size of the largest, for which vLLM reserves memory."""
-    if columns.video_key is None or processor.frame_factor is None:
-        return 0
-    num_frames = columns.fps_max_frames // processor.frame_factor * processor.frame_factor
-    # vLLM makes a video of this size, which its processor takes as it is.
-    side = math.isqrt(columns.video_max_pixels)
-    width, height = frame_size((side, side), num_frames, processor=processor, columns=columns)
-    return {"count": columns.max_videos_per_prompt, "num_frames": num_frames, "width": width, "height": height}
+def video_limit(columns: Columns, processor: Processor) -> int:
+    """Return the most videos of a prompt. vLLM reserves memory for as many, of the largest size that it knows of."""
+    return 0 if columns.video_key is None or processor.frame_factor is None else columns.max_videos_per_prompt

@@ -91,6 +91,10 @@ def test_ranks_that_share_tokens_have_packs_of_their_common_budget(folder: Calla
     # Two groups of two ranks: packs of 600 tokens, 300 on each rank, as without sharing.
     assert (largest(alone), largest(shared)) == (300, 600)
     assert activations(alone) == activations(shared)
+    # Every rank encodes all images of a pack, and so they count for each.
+    reader = processor(str(folder("qwen2_5_vl")), min_pixels=3136, max_pixels=12544)
+    patches = [largest_pack(config, reader, 4, sequence_size=size)[1] for size, config in ((1, alone), (2, shared))]
+    assert patches[0] == patches[1] > 0
     # A sequence above the budget is halved.
     alone, shared = (sft(f"--train.max_tokens_per_gpu 50 --ds.sequence_parallel_size {size}") for size in (1, 2))
     assert (largest(alone), largest(shared)) == (100, 100)

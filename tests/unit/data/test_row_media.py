@@ -201,5 +201,11 @@ def test_rows_that_do_not_fit_are_dropped(call: Callable[[], Any], message: str)
     assert message in str(caught.value.detail)
 
 
-def test_without_a_column_the_placeholder_is_text() -> None:
+def test_the_placeholder_is_text_only_where_the_setting_says_so() -> None:
     assert gather("what of <video>?", [], video_key=None).question == "what of <video>?"
+    model: Any = Model()
+    with pytest.raises(UnusableError, match="question and videos do not fit") as caught:
+        MediaRules(model, Columns(), None).gather("what of <video>?", [], [], [])
+    assert "or to none if this is plain text" in str(caught.value.detail)
+    model.frame_factor = None  # a model that takes no videos has no such placeholder
+    assert MediaRules(model, Columns(), None).gather("<video>?", [], [], []).question == "<video>?"

@@ -14,7 +14,7 @@ from video_files import frames_of, video_file
 from vlmrl import plugins
 from vlmrl.config.data import Columns
 from vlmrl.config.pairs import PairData
-from vlmrl.data.columns import RowRequirements
+from vlmrl.data.columns import RowRequirements, _looks_like_videos
 from vlmrl.data.pairs import PairPrompt, PairStream
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_rows
@@ -110,10 +110,26 @@ def test_a_dataset_whose_videos_are_not_read_is_refused(folder: Path, processor:
     rows = load(folder, {"input": "which?", "clip": "good.mp4"})
     with pytest.raises(DataError, match=r"videos in column 'clip', which is not read: set data\.video_key to clip"):
         PromptStream([rows], probs=None, processor=processor, columns=Columns(), seed=0)
-    with pytest.raises(DataError, match=r"no column 'videos' \(data\.video_key\); it has: input, clip"):
+    with pytest.raises(DataError, match=r"videos in column 'clip', which is not read: set data\.video_key to clip"):
         PromptStream([rows], probs=None, processor=processor, columns=Columns(video_key="videos"), seed=0)
+    with pytest.raises(DataError, match=r"no column 'movies' \(data\.video_key\); it has: input, clip"):
+        PromptStream([rows], probs=None, processor=processor, columns=Columns(video_key="movies"), seed=0)
     explicit = Columns(video_key="none")
     assert len(PromptStream([rows], probs=None, processor=processor, columns=explicit, seed=0).all_prompts(5)) == 1
+    for videos in ([["1.png", "2.png"]], [{"video": ["1.png", "2.png"]}]):
+        lists = load(folder, {"input": "which?", "videos": videos})
+        with pytest.raises(DataError, match=r"videos in column 'videos', which is not read"):
+            PromptStream([lists], probs=None, processor=processor, columns=Columns(), seed=0)
+    assert _looks_like_videos("videos", [{"bytes": b"\0\0\0 ftyp", "path": None}]), "as Hub datasets have them"
+    assert not _looks_like_videos("prompt", [{"bytes": b"\0\0\0 ftyp", "path": None}])
+
+
+def test_messages_hold_videos_without_a_column(folder: Path, processor: plugins.Processor) -> None:
+    parts = [{"type": "video", "video": "good.mp4"}, {"type": "text", "text": "which?"}]
+    rows = load(folder, {"input": [{"role": "user", "content": parts}]})
+    stream = PromptStream([rows], probs=None, processor=processor, columns=Columns(**LIMITS), seed=0)
+    (prompt,) = stream.all_prompts(5)
+    assert [type(media.size) for media in prompt.media] == [VideoSize]
 
 
 def test_the_digest_of_a_row_covers_its_videos(folder: Path, processor: plugins.Processor) -> None:

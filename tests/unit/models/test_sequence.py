@@ -261,6 +261,17 @@ def test_heads_that_do_not_divide_are_refused_by_name(net: Make) -> None:
         check_sequence_parallel(net("qwen3", attention=OURS), 3)
 
 
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_positions_that_depend_on_the_longest_sequence_are_refused(net: Make, rope_type: str) -> None:
+    model = net("qwen3", attention=OURS)
+    model.config.rope_parameters = {"rope_type": rope_type, "factor": 2.0}
+    with pytest.raises(ConfigError, match=rf"positions of Qwen3ForCausalLM \({rope_type}\) depend on the longest"):
+        check_sequence_parallel(model, 2)
+    model.config.rope_parameters = {"full_attention": {"rope_type": rope_type}, "sliding_attention": {}}
+    with pytest.raises(ConfigError, match=rope_type):
+        check_sequence_parallel(model, 2)
+
+
 def test_other_attention_and_recurrent_layers_are_refused_by_name(net: Make) -> None:
     with pytest.raises(ConfigError, match=r"needs ds\.attn_implementation auto"):
         check_sequence_parallel(net("qwen3", attention="sdpa"), 2)

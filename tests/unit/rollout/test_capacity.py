@@ -60,17 +60,12 @@ def test_limits_are_formatted_in_one_line() -> None:
 class Reader:
     """The part of a processor that the limit of videos needs."""
 
-    resize_factor: int | None = 28
     frame_factor: int | None = 2
 
 
-def test_the_largest_video_is_one_that_a_prompt_may_have() -> None:
+def test_a_prompt_has_videos_where_they_are_read_and_the_model_takes_them() -> None:
     reader: Any = Reader()
-    columns = Columns(video_key="videos", video_max_pixels=131_072, fps_max_frames=9, max_videos_per_prompt=3)
-    # 362 pixels wide and high at most; the processor takes multiples of 28.
-    assert video_limit(columns, reader) == {"count": 3, "num_frames": 8, "width": 336, "height": 336}
-    # 768 frames share 90,316,800 pixels, so 235,200 for each two.
-    assert video_limit(Columns(video_key="videos"), reader) == {
-        "count": 1, "num_frames": 768, "width": 476, "height": 476
-    }  # fmt: skip
+    assert video_limit(Columns(video_key="videos", max_videos_per_prompt=3), reader) == 3
     assert video_limit(Columns(), reader) == 0
+    reader.frame_factor = None
+    assert video_limit(Columns(video_key="videos"), reader) == 0

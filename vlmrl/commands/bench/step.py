@@ -182,7 +182,10 @@ class TimedPolicy(Policy):
             layout=layout,
             max_tokens=config.train.max_tokens_per_gpu * config.ds.sequence_parallel_size,
             max_samples=config.train.micro_batch_size,
-            image_cost=lambda image: patch * math.prod(self._processor.grid(image.size)),
+            # Tokens are shared by the ranks, but each encodes all images of a pack.
+            image_cost=lambda image: (
+                config.ds.sequence_parallel_size * patch * math.prod(self._processor.grid(image.size))
+            ),
             filler=self._processor.dummy_sample(),
             whole_responses=self.whole_responses,
         )[0]
