@@ -27,5 +27,6 @@ def test_gsm8k_rows_keep_the_solution_and_box_the_answer() -> None:
 
 
 def test_every_dataset_file_has_rows() -> None:
-    generated = {"arithmetic", "visual_math", "demonstrations", "episodes", "text_preferences", "visual_preferences"}
+    generated = {"arithmetic", "visual_math", "visual_motion", "demonstrations", "episodes"}
+    generated |= {"text_preferences", "visual_preferences"}
     assert set(plugin_names("datasets")) == generated | {"clevr_count", "geometry3k", "gsm8k", "image_folder", "jsonl"}
