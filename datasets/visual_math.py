@@ -27,7 +27,7 @@ COLOURS = {
     "purple": (134, 66, 190),
     "orange": (240, 128, 28),
 }
-_PAPERS = ((255, 255, 255), (250, 246, 238), (240, 246, 252), (243, 250, 242), (252, 242, 246), (240, 240, 244))
+PAPERS = ((255, 255, 255), (250, 246, 238), (240, 246, 252), (243, 250, 242), (252, 242, 246), (240, 240, 244))
 _FAINT = (205, 209, 216)
 _MIN_PIXELS = 56
 
@@ -126,7 +126,7 @@ def inventor(
         family = families[row % len(families)]
         level = difficulty[row // len(families) % len(difficulty)]
         scene = FAMILIES[family](rng, level)
-        return Drawn(scene, family, level, rng.choice(_PAPERS), pixels, boxed)
+        return Drawn(scene, family, level, rng.choice(PAPERS), pixels, boxed)
 
     return invent
 

@@ -18,18 +18,10 @@ from PIL.Image import Image
 
 from vlmrl.data.canvas import Canvas, Colour
 from vlmrl.data.rows import Generated, Rows
+from vlmrl.datasets.visual_math import COLOURS, PAPERS
 from vlmrl.errors import ConfigError
 
-COLOURS = {
-    "red": (214, 40, 40),
-    "green": (42, 157, 80),
-    "blue": (38, 100, 214),
-    "yellow": (244, 196, 32),
-    "purple": (134, 66, 190),
-    "orange": (240, 128, 28),
-}
 _DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-_PAPERS = ((255, 255, 255), (250, 246, 238), (240, 246, 252), (243, 250, 242), (252, 242, 246), (240, 240, 244))
 _FPS = 2.0
 _CELLS = 8
 
@@ -112,7 +104,7 @@ def rows(
     def invent(rng: random.Random, row: int) -> Clip:
         family = families[row % len(families)]
         question, answer, dots = FAMILIES[family](rng, frames)
-        return Clip(family, question, answer, tuple(dots), rng.choice(_PAPERS), pixels, encoded)
+        return Clip(family, question, answer, tuple(dots), rng.choice(PAPERS), pixels, encoded)
 
     generated = Generated(invent, size=size, split=split, seed=seed)
     columns = ("input", "label", "videos", "answer", "family")

@@ -30,6 +30,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return build
 
 
+@pytest.fixture(scope="session")
+def models(tiny_model: Callable[..., str]) -> dict[str, str]:
+    """Micro models for tests of ranks: with images, with features for deeper layers, and of text."""
+    families = (("vl", "qwen2_5_vl", False), ("deep", "qwen3_vl", True), ("text", "qwen3", True))
+    return {name: tiny_model(family, size="micro", tied=tied, seed=3) for name, family, tied in families}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forks() -> Iterator[None]:
     """One fork server for the runs, engines and ranks of all tests, which would each import everything again."""

@@ -21,17 +21,6 @@ FROZEN = {"freeze_visual_encoder": True, "freeze_projector": True}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    from vlmrl.models.tiny import build
-
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        name: str(build(family, folder / name, size="micro", tied=tied, seed=3))  # type: ignore[arg-type]
-        for name, family, tied in (("vl", "qwen2_5_vl", False), ("deep", "qwen3_vl", True), ("text", "qwen3", True))
-    }
-
-
-@pytest.fixture(scope="module")
 def runs(models: dict[str, str], proves: bool, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Results of all jobs: one launch with a single rank, one with two ranks, and one that resumes from checkpoints."""
     ranks = Ranks(tmp_path_factory.mktemp("runs"))

@@ -44,17 +44,6 @@ IN_PAIRS = STEPS | {"text_3": MORE["text_3"]}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    from vlmrl.models.tiny import build
-
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        name: str(build(family, folder / name, size="micro", tied=tied, seed=3))  # type: ignore[arg-type]
-        for name, family, tied in (("vl", "qwen2_5_vl", False), ("deep", "qwen3_vl", True), ("text", "qwen3", True))
-    }
-
-
-@pytest.fixture(scope="module")
 def runs(models: dict[str, str], proves: bool, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Results of all jobs: one rank, and two ranks that share all tokens; with `prove` two that resume, and four in
     pairs."""

@@ -255,31 +255,28 @@ def _qwen2_5_vl(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedCon
 def _qwen3_vl(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
     from transformers import Qwen3VLConfig
 
-    vision = _vision(
-        shape,
-        hidden_size=shape.vision_hidden,
-        intermediate_size=shape.vision_intermediate,
-        out_hidden_size=shape.hidden,
-        patch_size=16,
-        num_position_embeddings=64,
-        deepstack_visual_indexes=[0],
-    )
+    vision = _vision_of_qwen3(shape, deepstack_visual_indexes=[0])
     text = _language(shape, ids, mrope_section=[6, 5, 5], head_dim=32)
     text["rope_parameters"]["mrope_interleaved"] = True
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
 
 
-def _qwen3_5(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
-    from transformers import Qwen3_5Config
-
-    vision = _vision(
+def _vision_of_qwen3(shape: _Shape, **more: Any) -> dict[str, Any]:
+    return _vision(
         shape,
         hidden_size=shape.vision_hidden,
         intermediate_size=shape.vision_intermediate,
         out_hidden_size=shape.hidden,
         patch_size=16,
         num_position_embeddings=64,
+        **more,
     )
+
+
+def _qwen3_5(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen3_5Config
+
+    vision = _vision_of_qwen3(shape)
     text = _hybrid(shape, ids)
     return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
 

@@ -87,9 +87,9 @@ def _spans_of_urls(text: str) -> Iterator[tuple[int, int]]:
     """The parts of a text that `mask_urls` replaces."""
     for match in _USER.finditer(text):
         yield match.start(), match.end() - 1
-    for pattern in (_PARAMETER, _HEADER):
-        for match in pattern.finditer(text):
-            yield match.end(1), match.end()
+    of_urls = (match for url in _URL.finditer(text) for match in _PARAMETER.finditer(text, *url.span()))
+    for match in (*of_urls, *_HEADER.finditer(text)):
+        yield match.end(1), match.end()
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

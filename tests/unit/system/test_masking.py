@@ -68,6 +68,8 @@ def test_users_and_keys_in_urls_of_several_tokens_are_masked() -> None:
     assert Mask({}).tokens(tokens) == masked, "a token in which something masked begins is masked as a whole"
     assert Mask({}).tokens(["x://a:b@c://d:", "e@f", " Bearer abc"]) == ["•••", "", " Bearer abc"]
     assert Mask({}).tokens([]) == []
+    code = ["f(x)", "?key=", "3", ":4;signal", "=5 and ", "more"]
+    assert Mask({}).tokens(code) == code, "of a URL only"
 
 
 def test_a_secret_within_a_url_is_masked_with_it() -> None:
