@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -237,7 +238,13 @@ def _stop_ray(roots: Sequence[psutil.Process]) -> None:
     if roots and node is not None:
         # Ray would give each of its processes a second to end by itself, one after the other.
         node.kill_all_processes = _leave_to_us
-    ray.shutdown()
+    # A collection in another thread, such as the one that draws the plot, may delete handles while Ray ends: Ray then
+    # ends this process, with exit code 1.
+    gc.disable()
+    try:
+        ray.shutdown()
+    finally:
+        gc.enable()
     stops.kill_processes(processes)
 
 
