@@ -161,7 +161,7 @@ def test_workers_get_the_gpus_that_their_node_was_given_and_no_others() -> None:
 
 
 _PRIVATE = """
-import os, stat, tempfile
+import gc, os, stat, tempfile, threading, time
 from pathlib import Path
 from vlmrl import startup
 startup.prepare()
@@ -185,6 +185,16 @@ with session(num_cpus=2) as machines:
     of_ray = Path(ray._private.worker._global_node.get_session_dir_path())
     print("seen", oct(stat.S_IMODE(folder.stat().st_mode)), folder in of_ray.parents, (of_ray / "sockets").exists())
     print("ranks", [(own == str(folder), size, port) for own, size, port in seen])
+    gc.disable()
+    for _ in range(10_000):
+        cell = [ray.put(0)]
+        cell.append(cell)
+    def collect_while_ray_ends():
+        while ray._private.worker.global_worker.connected:
+            time.sleep(0.001)
+        gc.collect()
+    threading.Thread(target=collect_while_ray_ends, daemon=True).start()
+print("ended")
 """
 
 
@@ -200,6 +210,7 @@ def test_ray_and_ranks_keep_to_a_folder_of_this_user_alone_which_is_gone_at_the_
         )
         assert "seen 0o700 True True" in done.stdout, done.stderr
         assert "ranks [(True, 2, None), (True, 2, None)]" in done.stdout
+        assert "ended" in done.stdout, "a collection in another thread met a Ray that was gone, which ends the process"
         assert list(Path(parent).iterdir()) == []
 
 

@@ -238,8 +238,9 @@ def _stop_ray(roots: Sequence[psutil.Process]) -> None:
     if roots and node is not None:
         # Ray would give each of its processes a second to end by itself, one after the other.
         node.kill_all_processes = _leave_to_us
-    # A collection in another thread, such as the one that draws the plot, may delete handles while Ray ends: Ray then
-    # ends this process, with exit code 1.
+    # If another thread, such as the one that draws the plot, deletes a handle while Ray ends, Ray ends this process,
+    # with exit code 1. So garbage goes first.
+    gc.collect()
     gc.disable()
     try:
         ray.shutdown()
