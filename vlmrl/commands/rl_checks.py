@@ -20,7 +20,7 @@ from vlmrl.plugins import Processor
 from vlmrl.trainer.protocols import Report
 from vlmrl.types import Floats, Group, Metrics
 from vlmrl.verify.adapters import AdapterCheck, format_check, prompt_of, sampling_of
-from vlmrl.verify.images import ImageGroundingCheck, choose_with_images
+from vlmrl.verify.images import ImageGroundingCheck
 from vlmrl.verify.layouts import check_layouts
 from vlmrl.verify.logprobs import are_alike, check_groups, largest_gap, noise_floor, rounding, with_logprobs
 from vlmrl.verify.noise import NoiseCheck, Paths, choose, fewest
@@ -66,7 +66,7 @@ class Checks:
                 metrics |= check_layouts(groups, self.policy.compare_layouts)
         if self.images.is_due(step, groups):
             with self.report.phase("verify_images"), self.policy.uncounted():
-                metrics |= self.images.check(self._with_current_logprobs(step, choose_with_images(groups)))
+                metrics |= self.images.check(groups, scored=partial(self._with_current_logprobs, step))
         if self.config.train.queue_size:
             is_measured = self.noise is not None and self.noise.is_due(step)
             few, _ = choose(groups, np.random.default_rng([self.config.train.seed % 2**63, step]))

@@ -1,4 +1,4 @@
-"""Check that every model's outputs depend on the images, by every path that computes them."""
+"""Check that every model's outputs depend on the images and on the videos, by every path that computes them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from vlmrl.video_size import VideoSize
 Path = Callable[[Sequence[Group]], list[Floats]]
 """Computes the log-probs of every response's tokens, or another output of a model: [T] each, group by group."""
 
+Rescore = Callable[[Sequence[Group]], Sequence[Group]]
+
 _NUM_PROMPTS = 4
 _NUM_RESPONSES = 2
 _NUM_TOKENS = 256
@@ -32,41 +34,57 @@ _SLACK = 0.25
 
 _OFF = "--train.image_check_steps -1 turns this check off"
 
+_KINDS = ("images", "videos")
+"""Each is checked by itself: a model that sees the images of a step may ignore its videos."""
+
 Values = list[NDArray[np.float64]]
 """One array per prompt: a number for each sampled token of its responses."""
 
 
 class ImageGroundingCheck:
-    """Runs `check` on the first step with images, and every `train.image_check_steps` steps."""
+    """Runs `check` on the first step with images and the first with videos, and every `train.image_check_steps`
+    steps."""
 
     def __init__(self, steps: int, *, paths: Mapping[str, Path], bound: float, foreign: Collection[str]) -> None:
         """`steps` is the setting `train.image_check_steps`; the rest is for `check`."""
         self._steps = steps
         self._paths, self._bound, self._foreign = paths, bound, foreign
-        self._is_waiting = steps >= 0
+        self._waiting = set(_KINDS if steps >= 0 else ())
 
     def is_due(self, step: int, groups: Sequence[Group]) -> bool:
-        """Whether a check is due and these groups have images. A step without images leaves it to the next step."""
-        self._is_waiting |= self._steps > 0 and step % self._steps == 0
-        return self._is_waiting and bool(choose_with_images(groups))
+        """Whether a check is due of images or videos that these groups have. A step without any leaves it to the next
+        step."""
+        if self._steps > 0 and step % self._steps == 0:
+            self._waiting = set(_KINDS)
+        return any(_choose(groups, kind) for kind in self._waiting)
 
-    def check(self, groups: Sequence[Group]) -> Metrics:
-        """Run the function `check` on a step's groups."""
-        self._is_waiting = False
-        return check(groups, paths=self._paths, bound=self._bound, foreign=self._foreign)
+    def check(self, groups: Sequence[Group], scored: Rescore = list) -> Metrics:
+        """Run the function `check` on a step's groups, for what is due."""
+        due = [kind for kind in _KINDS if kind in self._waiting and _choose(groups, kind)]
+        self._waiting -= set(due)
+        return check(groups, paths=self._paths, bound=self._bound, foreign=self._foreign, kinds=due, scored=scored)
 
 
 def check(
-    groups: Sequence[Group], *, paths: Mapping[str, Path], bound: float, foreign: Collection[str] = ()
+    groups: Sequence[Group],
+    *,
+    paths: Mapping[str, Path],
+    bound: float,
+    foreign: Collection[str] = (),
+    kinds: Sequence[str] = _KINDS,
+    scored: Rescore = list,
 ) -> Metrics:
-    """Run a few responses through every path with their own images, with other images and with blank ones.
+    """Run a few responses through every path with their own images, with other images and with blank ones; then
+    likewise with videos.
 
-    `bound` is the largest mean difference, over tokens, between a path's log-probs and those of the rollouts. The paths
-    in `foreign` compute another distribution than the responses were sampled from, or another output, such as a reward:
-    they must depend on the images, and are not compared with the rollouts.
+    `scored` returns groups with log-probs of the weights that the paths have. `bound` is the largest mean difference,
+    over tokens, between a path's log-probs and those of the rollouts. The paths in `foreign` compute another
+    distribution than the responses were sampled from, or another output, such as a reward: they must depend on the
+    images, and are not compared with the rollouts.
 
     Returns `verify/images/<path>_effect`, the mean change of a log-prob under the image that changes it less, and
-    `verify/images/<path>_gap`, the mean difference from the rollouts, for each path; nothing when no group has images.
+    `verify/images/<path>_gap`, the mean difference from the rollouts, for each path: of images and videos the smaller
+    effect and the larger gap. Nothing when no group has either.
 
     Raises SyncError, naming the path, when
 
@@ -76,28 +94,36 @@ def check(
     * other or blank images change the output no more than rounding does: the path ignores the images;
     * the log-probs with the true images differ from the rollouts' by more than `bound`.
     """
-    chosen = choose_with_images(groups)
     metrics: Metrics = {}
-    for name, path in paths.items() if chosen else ():
-        metrics |= _check_path(name, path, chosen, bound=bound, is_foreign=name in foreign)
+    for kind in kinds:
+        chosen = scored(_choose(groups, kind))
+        for name, path in paths.items() if chosen else ():
+            figures = _check_path(name, path, chosen, kind, bound=bound, is_foreign=name in foreign)
+            for metric, value in figures.items():
+                worse = min if metric.endswith("_effect") else max
+                metrics[metric] = worse(value, metrics.get(metric, value))
     return metrics
 
 
-def _check_path(name: str, path: Path, groups: Sequence[Group], *, bound: float, is_foreign: bool) -> Metrics:
-    outputs = _compute(name, path, groups)
+def _check_path(
+    name: str, path: Path, groups: Sequence[Group], media: str, *, bound: float, is_foreign: bool
+) -> Metrics:
+    outputs = _compute(name, path, groups, media)
     rollouts = _sampled(groups, [segment.logprobs for group in groups for segment in group.segments])
     if not is_foreign:
         # First, because swapped images look like other faults too: in another order, other images are swapped.
-        _check_each(name, outputs, rollouts, groups, slack=_SLACK * bound)
+        _check_each(name, outputs, rollouts, groups, media, slack=_SLACK * bound)
     # Values and rewards may be large numbers, and are rounded like them.
     scale = max(1.0, _gap(outputs.true, [np.zeros_like(row) for row in outputs.true])) if is_foreign else 1.0
-    metrics = {f"verify/images/{name}_effect": _check_effect(name, outputs, bound=scale * bound)}
+    metrics = {f"verify/images/{name}_effect": _check_effect(name, outputs, media, bound=scale * bound)}
     if not is_foreign:
-        metrics[f"verify/images/{name}_gap"] = _check_gap(name, outputs, rollouts, bound=bound)
+        metrics[f"verify/images/{name}_gap"] = _check_gap(name, outputs, rollouts, media, bound=bound)
     return metrics
 
 
-def _check_each(name: str, outputs: _Outputs, rollouts: Values, groups: Sequence[Group], *, slack: float) -> None:
+def _check_each(
+    name: str, outputs: _Outputs, rollouts: Values, groups: Sequence[Group], media: str, *, slack: float
+) -> None:
     """Raise SyncError if other images explain the responses of any prompt better."""
     for i, group in enumerate(groups):
         gap = _gap(outputs.true[i : i + 1], rollouts[i : i + 1])
@@ -105,10 +131,11 @@ def _check_each(name: str, outputs: _Outputs, rollouts: Values, groups: Sequence
             other_gap = _gap(values[i : i + 1], rollouts[i : i + 1])
             # One prompt has few tokens: only a gap half as large is more than chance.
             if gap > slack and other_gap < gap / 2:
-                raise SyncError(_format_swap(name, kind, f"to {group.prompt.source}", gap=gap, other_gap=other_gap))
+                subject = f"to {group.prompt.source}"
+                raise SyncError(_format_swap(name, f"{kind} {media}", subject, gap=gap, other_gap=other_gap))
 
 
-def _check_effect(name: str, outputs: _Outputs, *, bound: float) -> float:
+def _check_effect(name: str, outputs: _Outputs, media: str, *, bound: float) -> float:
     """Return the mean effect of an image on the path's output. Raises SyncError when it is no more than rounding."""
     noise = _gap(outputs.reordered, outputs.true)
     effects = {kind: _gap(values, outputs.true) for kind, values in outputs.wrong.items()}
@@ -121,34 +148,34 @@ def _check_effect(name: str, outputs: _Outputs, *, bound: float) -> float:
     least = min(effects.values())
     if not least > max(_ROUNDING, _NOISE_FACTOR * noise):
         raise SyncError(
-            f"image check: path {name} ignores the images: its outputs change by {effects['other']:.2g} on average "
-            f"with other images and by {effects['blank']:.2g} with blank ones, and by {noise:.2g} when only the order "
-            f"of responses changes; check how pixels and image tokens reach the model on this path ({_OFF})"
+            f"image check: path {name} ignores the {media}: its outputs change by {effects['other']:.2g} on average "
+            f"with other {media} and by {effects['blank']:.2g} with blank ones, and by {noise:.2g} when only the order "
+            f"of responses changes; check how pixels and their tokens reach the model on this path ({_OFF})"
         )
     return least
 
 
-def _check_gap(name: str, outputs: _Outputs, rollouts: Values, *, bound: float) -> float:
+def _check_gap(name: str, outputs: _Outputs, rollouts: Values, media: str, *, bound: float) -> float:
     """Return the mean difference between path and rollouts, with the true images. Raises SyncError above the bound."""
     gap = _gap(outputs.true, rollouts)
     if not gap <= bound:
         raise SyncError(
-            f"image check: path {name} and the rollouts disagree: with the true images their log-probs differ by "
+            f"image check: path {name} and the rollouts disagree: with the true {media} their log-probs differ by "
             f"{gap:.2g} on average, the bound is {bound:g}; look for different pixels, positions or precision on this "
             f"path, or raise --vllm.max_logprob_diff ({_OFF})"
         )
     for kind, values in outputs.wrong.items():
         other_gap = _gap(values, rollouts)
         if gap > _SLACK * bound and other_gap <= gap:
-            raise SyncError(_format_swap(name, kind, "as a whole", gap=gap, other_gap=other_gap))
+            raise SyncError(_format_swap(name, f"{kind} {media}", "as a whole", gap=gap, other_gap=other_gap))
     return gap
 
 
 def _format_swap(name: str, kind: str, subject: str, *, gap: float, other_gap: float) -> str:
     return (
-        f"image check: on path {name}, {kind} images explain the responses {subject} better than their own: log-probs "
+        f"image check: on path {name}, {kind} explain the responses {subject} better than their own: log-probs "
         f"differ from the rollouts' by {other_gap:.2g} with them and by {gap:.2g} with their own; check the order in "
-        f"which pixels are matched to image tokens, on this path and in the engine ({_OFF})"
+        f"which pixels are matched to tokens, on this path and in the engine ({_OFF})"
     )
 
 
@@ -165,15 +192,15 @@ class _Outputs(NamedTuple):
     """With `other` images, and with `blank` ones."""
 
 
-def _compute(name: str, path: Path, groups: Sequence[Group]) -> _Outputs:
+def _compute(name: str, path: Path, groups: Sequence[Group], media: str) -> _Outputs:
     """Run all passes of a path. Raises SyncError when an output is not finite."""
     reverse = list(groups)[::-1]
     outputs = _Outputs(
         true=_sampled(groups, path(groups)),
         reordered=_sampled(reverse, path(reverse))[::-1],
         wrong={
-            "other": _sampled(groups, path(_with_others(groups))),
-            "blank": _sampled(groups, path([_with_media(group, _blank) for group in groups])),
+            "other": _sampled(groups, path(_with_others(groups, media))),
+            "blank": _sampled(groups, path([_with_media(group, _blank, media) for group in groups])),
         },
     )
     variants = (outputs.true, outputs.reordered, *outputs.wrong.values())
@@ -195,36 +222,43 @@ def _gap(first: Values, second: Values) -> float:
     return float(np.abs(np.concatenate(first) - np.concatenate(second)).mean())
 
 
-def choose_with_images(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups that `check` uses: a few with images, different ones as far as possible, each with a few
-    responses that saw any.
+def _choose(groups: Sequence[Group], kind: str) -> list[Group]:
+    """Return the groups that `check` uses: a few with images (or videos), different ones as far as possible, each with
+    a few responses that saw any.
 
     Where images come with feedback, other responses to the same prompt may have seen none.
     """
     distinct: dict[tuple[str, ...], Group] = {}
     repeated: list[Group] = []
     for group in groups:
+        if not _media(group, kind):
+            continue
         rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in group.rollouts if rollout.num_sampled]
-        sighted = [rollout for rollout in rollouts if any(segment.media for segment in rollout.segments)]
+        sighted = [rollout for rollout in rollouts if _media(Group(group.prompt, (rollout,)), kind)]
         if not sighted:
             continue
         short = Group(group.prompt, tuple(sighted[:_NUM_RESPONSES]))
-        hashes = tuple(media.hash for media in _images(short))
+        hashes = tuple(media.hash for media in _media(short, kind))
         if distinct.setdefault(hashes, short) is not short:
             repeated.append(short)
     return [*distinct.values(), *repeated][:_NUM_PROMPTS]
 
 
-def _images(group: Group) -> list[Media]:
-    """The distinct images of a group's prompt and feedback, in the order of their first tokens."""
-    return list({item.hash: item for segment in group.segments for item in segment.media}.values())
+def _media(group: Group, kind: str) -> list[Media]:
+    """The distinct images (or videos) of a group's prompt and feedback, in the order of their first tokens."""
+    media = (item for segment in group.segments for item in segment.media if _kind(item) == kind)
+    return list({item.hash: item for item in media}.values())
 
 
-def _with_media(group: Group, replacement: Callable[[Media, int], Media]) -> Group:
-    """Replace each image of each segment, given the image and its number in the segment."""
+def _kind(media: Media) -> str:
+    return "videos" if isinstance(media.size, VideoSize) else "images"
+
+
+def _with_media(group: Group, replacement: Callable[[Media, int], Media], kind: str) -> Group:
+    """Replace each image (or video) of each segment, given the image and its number in the segment."""
 
     def replaced(media: Sequence[Media]) -> tuple[Media, ...]:
-        return tuple(replacement(item, number) for number, item in enumerate(media))
+        return tuple(replacement(item, n) if _kind(item) == kind else item for n, item in enumerate(media))
 
     rollouts = tuple(
         replace(rollout, segments=tuple(replace(part, media=replaced(part.media)) for part in rollout.segments))
@@ -233,15 +267,15 @@ def _with_media(group: Group, replacement: Callable[[Media, int], Media]) -> Gro
     return Group(replace(group.prompt, media=replaced(group.prompt.media)), rollouts)
 
 
-def _with_others(groups: Sequence[Group]) -> list[Group]:
-    """Swap the images of neighbouring groups, so that a path that swaps them too is detected."""
+def _with_others(groups: Sequence[Group], kind: str) -> list[Group]:
+    """Swap the images (or videos) of neighbouring groups, so that a path that swaps them too is detected."""
     partners = [i ^ 1 if i ^ 1 < len(groups) else 0 for i in range(len(groups))]
-    images = [_images(group) for group in groups]
+    media = [_media(group, kind) for group in groups]
 
     def swapped(group: Group, others: Sequence[Media]) -> Group:
-        return _with_media(group, lambda image, number: _replacement(image, others[number % len(others)]))
+        return _with_media(group, lambda image, number: _replacement(image, others[number % len(others)]), kind)
 
-    return [swapped(group, images[partner]) for group, partner in zip(groups, partners, strict=True)]
+    return [swapped(group, media[partner]) for group, partner in zip(groups, partners, strict=True)]
 
 
 def _replacement(image: Media, other: Media) -> Media:

@@ -15,7 +15,7 @@ from vlmrl.commands.rl_checks import Checks
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Sample
-from vlmrl.verify.images import ImageGroundingCheck
+from vlmrl.verify.images import ImageGroundingCheck, Rescore
 
 
 def flat(grey: int) -> InlineMedia:
@@ -139,9 +139,12 @@ class RecordedImages(ImageGroundingCheck):
     def __init__(self) -> None:
         super().__init__(1, paths={}, bound=1e-3, foreign=())
 
-    def check(self, groups: Sequence[Group]) -> dict[str, float]:
-        self.groups = groups
-        return {}
+    def check(self, groups: Sequence[Group], scored: Rescore = list) -> dict[str, float]:
+        def keep(few: Sequence[Group]) -> Sequence[Group]:
+            self.groups = scored(few)
+            return self.groups
+
+        return super().check(groups, keep)
 
 
 @pytest.mark.parametrize(("step", "expected"), [(2, -0.5), (3, -2.0)], ids=["current", "older"])

@@ -10,7 +10,7 @@ import pytest
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Media, Prompt, Rollout
-from vlmrl.verify.images import Path, check
+from vlmrl.verify.images import ImageGroundingCheck, Path, check
 from vlmrl.video_size import VideoSize
 
 BOUND = 1e-3
@@ -92,3 +92,38 @@ def test_swapped_videos_are_found() -> None:
 
     with pytest.raises(SyncError, match="explain the responses"):
         check(pair, paths={"old": swapped}, bound=BOUND)  # type: ignore[dict-item]
+
+
+_SORTED = [*(group_of(i, picture(30 + 20 * i)) for i in range(5)), *(group_of(5 + i, clip([i, 40])) for i in range(3))]
+_ONE_IMAGE = [*GROUPS[:2], group_of(2, picture(200))]
+_TOGETHER = [GROUPS[0], group_of(1, picture(30), clip([5, 5, 200, 200]))]
+
+
+@pytest.mark.parametrize("blind", ["images", "videos"])
+@pytest.mark.parametrize("groups", [_SORTED, _ONE_IMAGE, _TOGETHER], ids=["sorted", "one image", "in one prompt"])
+def test_a_path_that_sees_only_the_other_kind_is_found(groups: list[Group], blind: str) -> None:
+    own = {group.prompt.index: group.prompt.media for group in groups}
+
+    def seen(group: Group) -> list[Media]:
+        """The media of the kind that is seen, and those that the path has learned by heart of the other one."""
+        pairs = zip(group.prompt.media, own[group.prompt.index], strict=True)
+        return [old if isinstance(old.size, VideoSize) == (blind == "videos") else new for new, old in pairs]
+
+    def partly(part: list[Group]) -> list[Floats]:
+        return [
+            np.full(len(s.tokens), -0.01 * sum(map(rise, seen(g))), dtype=np.float32) for g in part for s in g.segments
+        ]
+
+    with pytest.raises(SyncError, match=f"path old ignores the {blind}: .* with other {blind}"):
+        check(groups, paths={"old": partly}, bound=BOUND, foreign={"old"})  # type: ignore[dict-item]
+
+
+def test_videos_are_checked_on_the_first_step_that_has_any() -> None:
+    images = [group_of(0, picture(30)), group_of(1, picture(90))]
+    due = ImageGroundingCheck(0, paths={"old": path()}, bound=BOUND, foreign=())
+    steps = []
+    for groups in (images, images, GROUPS, images, GROUPS):
+        steps.append(due.is_due(len(steps) + 1, groups))
+        if steps[-1]:
+            assert due.check(groups)["verify/images/old_effect"] > 0.1
+    assert steps == [True, False, True, False, False]
