@@ -1,7 +1,7 @@
-"""Processor of Qwen2-VL, 2.5-VL, 3-VL and Qwen3.5: an image is a run of `<|image_pad|>`, one per merged patch.
+"""Processor of Qwen2-VL, 2.5-VL, 3-VL (also with experts) and Qwen3.5.
 
-A video is a run of `<|video_pad|>` (Qwen2-VL, Qwen2.5-VL), or one run with its time for each two frames (Qwen3-VL,
-Qwen3.5).
+An image is a run of `<|image_pad|>`, one per merged patch. A video is a run of `<|video_pad|>` (Qwen2-VL, Qwen2.5-VL),
+or one run with its time for each two frames (Qwen3-VL, Qwen3.5).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from vlmrl.plugins import ParameterGroup
 
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 _START, _IMAGE, _VIDEO, _END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
 _VISION_TOKENS = (_START, _END, "<|vision_pad|>", _IMAGE, _VIDEO)

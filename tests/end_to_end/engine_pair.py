@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from vlmrl import plugins
 from vlmrl.config.data import Columns
@@ -18,6 +19,7 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import InlineMedia
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.checkpoint_layout import keep_checkpoint_layout
 from vlmrl.models.weight_buckets import pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.settings import EngineSettings
@@ -70,6 +72,7 @@ class Trainer:
         self.tools = plugins.processor_of(str(model), COLUMNS)
         factory: Any = AutoModelForCausalLM if self.tools.resize_factor is None else AutoModelForImageTextToText
         self.net = factory.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
+        keep_checkpoint_layout(self.net)
 
     def prompt(self, index: int, question: str, *, images: int = 0, tools: plugins.Processor | None = None) -> Prompt:
         """Make a prompt whose images depend only on `index`: the same index gives the same image hashes."""
@@ -126,7 +129,10 @@ class Trainer:
         return has_matched
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self.net.named_parameters())
+        """The parameters under the names and in the layout of the checkpoint."""
+        weights = dict(self.net.named_parameters())
+        has_experts = any(".experts." in name for name in weights)
+        return list((revert_weight_conversion(self.net, weights) if has_experts else weights).items())
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from vlmrl.rollout.reports import ReadbackPlan
 from vlmrl.rollout.worker_extension import WeightReceiver, WeightUpdate
@@ -75,6 +76,47 @@ class LeavesTheHeadBehind(Sound):
     def close(self) -> None:
         self._tied_heads = []
         super().close()
+
+
+class PacksExpertsOnce(Sound):
+    """vLLM without `pack_experts_again`."""
+
+    def _load_into_model(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
+        methods: list[Any] = [m.quant_method for m in self.model.modules() if hasattr(m, "quant_method")]
+        patched = {m: m.process_weights_after_loading for m in methods if hasattr(m, "vlmrl_process")}
+        for method in patched:
+            method.process_weights_after_loading = method.vlmrl_process
+        try:
+            return super()._load_into_model(tensors)
+        finally:
+            for method, process in patched.items():
+                method.process_weights_after_loading = process
+
+
+class KeepsTheExperts(Sound):
+    def begun(self, old: dict[str, Tensor]) -> None:
+        super().begun(old)
+        self.layer: Any = next(
+            m for n, m in self.model.named_modules() if n.endswith("layers.0.mlp.experts.routed_experts")
+        )
+        tensors: Any = get_layerwise_info(self.layer).kernel_tensors
+        self.packed = tensors[0]["w13_weight"].clone()
+
+    def close(self) -> None:
+        super().close()
+        self.layer.w13_weight.data.copy_(self.packed)
+
+
+class SwapsTwoExperts(Sound):
+    def changed(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 3 and name.endswith("layers.1.mlp.experts.down_proj"):
+            return tensor[[1, 0, *range(2, len(tensor))]]
+        return tensor
+
+
+class ScalesAnExpert(Sound):
+    def changed(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor * 1.01 if name.endswith("layers.1.mlp.experts.2.up_proj.weight") else tensor
 
 
 class KeepsAShard(KeepsALayer):

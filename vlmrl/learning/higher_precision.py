@@ -6,12 +6,13 @@ fp32 for weights in half precision, fp64 for weights in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vlmrl.models.experts import plain_experts
 from vlmrl.models.linear_attention import weights_read_by
 from vlmrl.models.quantize import is_four_bit
 
@@ -35,7 +36,8 @@ def higher_precision(net: nn.Module, to: torch.dtype = torch.float32) -> Iterato
             handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
             handles.append(module.register_forward_hook(hooks.after, prepend=True, always_call=True))
     try:
-        yield
+        with plain_experts(net) if to == torch.float64 else nullcontext():
+            yield
     finally:
         for handle in handles:
             handle.remove()

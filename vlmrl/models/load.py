@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import use_packed_vision_attention
 from vlmrl.models.buffers import restore_buffers
+from vlmrl.models.checkpoint_layout import keep_checkpoint_layout
 from vlmrl.models.linear_attention import run_per_span
 from vlmrl.models.quantize import FourBit, is_four_bit, prepare_four_bit, quantization, true_shape
 from vlmrl.plugins import MODEL_FLAG, ONLY_SAFETENSORS, first_line, located
@@ -112,6 +113,7 @@ def read_weights(
     elif is_deepspeed_zero3_enabled():
         restore_buffers(net)
     _forget_unused_conversions(net)
+    keep_checkpoint_layout(net)
     use_packed_vision_attention(net)
     run_per_span(net)
     project_patches(net)

@@ -22,7 +22,9 @@ from vlmrl.errors import ConfigError, VlmrlError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text", "qwen3", "llama"]
+Family = Literal[
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_text", "qwen3", "qwen3_moe", "llama"
+]
 Size = Literal["micro", "tiny", "small", "medium"]
 
 SPECIAL_TOKENS = (
@@ -115,6 +117,8 @@ def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
     from transformers.utils import logging
 
+    from vlmrl.models.checkpoint_layout import keep_checkpoint_layout
+
     tokenizer = _tokenizer(family)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     config = _FAMILIES[family](_SHAPES[size], ids, tied)
@@ -122,6 +126,7 @@ def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size:
         torch.manual_seed(seed)
         factory: Any = AutoModelForImageTextToText if _takes_images(family) else AutoModelForCausalLM
         model = factory.from_config(config, dtype=torch.float32)
+    keep_checkpoint_layout(model)
     model.generation_config = GenerationConfig(
         bos_token_id=ids["<|endoftext|>"],
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
@@ -166,7 +171,7 @@ def _save_processor(family: Family, tokenizer: PreTrainedTokenizerBase, out: Pat
         Qwen3VLVideoProcessor,
     )
 
-    is_third = family in ("qwen3_vl", "qwen3_5")
+    is_third = family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
     patch = 16 if is_third else 14
     size = {"shortest_edge": (4 * patch) ** 2, "longest_edge": 1280 * (2 * patch) ** 2}
     settings: dict[str, Any] = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "size": size}
@@ -183,7 +188,7 @@ def _save_processor(family: Family, tokenizer: PreTrainedTokenizerBase, out: Pat
 
 
 def _takes_images(family: Family) -> bool:
-    return family.endswith("_vl") or family == "qwen3_5"
+    return "_vl" in family or family == "qwen3_5"
 
 
 def _language(
@@ -255,10 +260,25 @@ def _qwen2_5_vl(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedCon
 def _qwen3_vl(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
     from transformers import Qwen3VLConfig
 
+    text, vision = _qwen3_vl_parts(shape, ids)
+    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
+
+
+def _qwen3_vl_moe(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen3VLMoeConfig
+
+    text, vision = _qwen3_vl_parts(shape, ids)
+    # Transformers knows a checkpoint's layout of experts by their shapes, so none may be square.
+    text |= _experts(shape.intermediate // 2)
+    return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
+
+
+def _qwen3_vl_parts(shape: _Shape, ids: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the language model and of the tower."""
     vision = _vision_of_qwen3(shape, deepstack_visual_indexes=[0])
     text = _language(shape, ids, mrope_section=[6, 5, 5], head_dim=32)
     text["rope_parameters"]["mrope_interleaved"] = True
-    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
+    return text, vision
 
 
 def _vision_of_qwen3(shape: _Shape, **more: Any) -> dict[str, Any]:
@@ -276,8 +296,7 @@ def _vision_of_qwen3(shape: _Shape, **more: Any) -> dict[str, Any]:
 def _qwen3_5(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
     from transformers import Qwen3_5Config
 
-    vision = _vision_of_qwen3(shape)
-    text = _hybrid(shape, ids)
+    text, vision = _hybrid(shape, ids), _vision_of_qwen3(shape)
     return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
 
 
@@ -312,6 +331,25 @@ def _qwen3(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
     return Qwen3Config(**_language(shape, ids, head_dim=32), tie_word_embeddings=tied)
 
 
+def _qwen3_moe(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen3MoeConfig
+
+    language = _language(shape, ids, head_dim=32) | _experts(shape.intermediate // 3)
+    return Qwen3MoeConfig(**language, tie_word_embeddings=tied)
+
+
+def _experts(channels: int) -> dict[str, Any]:
+    """Settings of four experts in each layer, each of so many channels inside; a token takes two."""
+    return {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": channels,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+
+
 def _llama(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
     from transformers import LlamaConfig
 
@@ -322,9 +360,11 @@ _FAMILIES: dict[str, Callable[[_Shape, dict[str, int], bool], PreTrainedConfig]]
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,
     "qwen3_5_text": _qwen3_5_text,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "llama": _llama,
 }
 

@@ -298,7 +298,11 @@ _ENGINE = (
     ),
     _M("sync/kl_rollout_train", "nats", "KL(engine, trainer), k3", "lower"),
     _M("sync/readback_layers", "count", "layers of an engine that were read back after the sync"),
-    _M("sync/readback_unread", "count", "tensors that could not be read back (quantised layers, fused experts)"),
+    _M(
+        "sync/readback_unread",
+        "count",
+        "tensors that could not be read back (quantised layers, experts in FlashInfer's layout)",
+    ),
     _M("sync/readback_s", "s", "time of the read-back", "lower"),
     _M(
         "async/staleness_mean",

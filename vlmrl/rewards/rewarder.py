@@ -305,8 +305,7 @@ def check_functions(reward: Scoring, *, asks_servers: bool = True) -> None:
         checked(url)
     if not asks_servers and reward.servers:
         reward = reward.model_copy(update={"remote_url": None})
-    # One process suffices. Others would still be starting when they are ended, and then write tracebacks.
-    asyncio.run(_start_and_end(reward.model_copy(update={"num_workers": 1})))
+    asyncio.run(_start_and_end(reward))
 
 
 async def _start_and_end(reward: Scoring) -> None:

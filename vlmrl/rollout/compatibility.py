@@ -71,6 +71,9 @@ RELOAD: Requirements = {
         "loaded_weights",
     ),
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply": ("layer", "x", "bias"),
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": (
+        "process_weights_after_loading",
+    ),
     "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply": ("layer", "x", "bias"),
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices.num_org_elements": (),
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices.num_added_elements": (),

@@ -84,7 +84,12 @@ def parameters_by_storage(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
 
 
 def _first_row(parameter: Tensor, view: Tensor) -> int | None:
-    """Return the first row of the view in the parameter; None when it is not a range of complete rows."""
+    """Return the first row of the view in the parameter; None when it is not a range of complete rows.
+
+    The rows of fused experts, [E, rows, columns], are those of all experts one after the other.
+    """
+    if parameter.dim() == 3 and view.dim() == 2:
+        parameter = parameter.flatten(0, 1)
     if not parameter.dim() or view.shape[1:] != parameter.shape[1:] or view.stride() != parameter.stride():
         return None
     first, rest = divmod(int(view.storage_offset()) - int(parameter.storage_offset()), max(parameter.stride(0), 1))

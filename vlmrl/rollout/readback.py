@@ -31,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from vlmrl.rollout.expert_rows import expert_product
 from vlmrl.rollout.loader_trace import LoaderTrace, Piece, parameters_by_storage
 from vlmrl.rollout.reports import ReadbackPlan, ReadbackReport
 from vlmrl.rollout.row_check import SentRows, describe_mismatch
@@ -182,9 +183,8 @@ class Reader(NamedTuple):
 
 
 def find_readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict[str, Reader]:
-    """Path -> reader, for all parameters of vLLM's model except weights of quantized layers and of fused experts.
-
-    Those are held in other formats, and vlmrl syncs neither.
+    """Path -> reader, for all parameters of vLLM's model except weights of quantized layers, and of experts in a layout
+    that `expert_product` does not know.
     """
     heads: dict[int, list[nn.Module]] = {}
     for head in tied_heads:
@@ -198,7 +198,9 @@ def find_readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict
             seen.add(id(parameter))
             products: list[Callable[[Tensor], Tensor]] = []
             width = math.prod(parameter.shape[1:])
-            if isinstance(module, LinearBase) and name == "weight":
+            if (experts := expert_product(module, name)) is not None:
+                width, products = experts[0], [experts[1]]
+            elif isinstance(module, LinearBase) and name == "weight":
                 width = int(getattr(module, "input_size_per_partition", module.input_size))
                 if type(module.quant_method) is UnquantizedLinearMethod:
                     products = [_applied(module) if _is_matrix(module) else _convolved(module)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from vlmrl.system.lifeline import Lifeline
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 # ---- images of preempted requests
 
@@ -68,6 +69,30 @@ def hold_unused_generators(runner: Any) -> None:
             batch.generators.update(held)
 
     runner.sample_tokens = sample
+
+
+# ---- experts on CPU
+
+
+def pack_experts_again(model: nn.Module) -> None:
+    """Let the experts' weights be packed after every weight update, as after the first load. For CPUs.
+
+    vLLM packs them for its CPU kernel only when it builds that kernel, with the first load. A later load leaves the
+    plain weights in memory that the kernel reads as packed: the same weights move log-probs by 0.5. On GPUs the layout
+    is made in `convert_to_unquantized_kernel_format`, which each load calls.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and not hasattr(method, "vlmrl_process"):
+            method.vlmrl_process = method.process_weights_after_loading
+            method.process_weights_after_loading = MethodType(_process_and_pack, method)
+
+
+def _process_and_pack(method: Any, layer: nn.Module) -> None:
+    method.vlmrl_process(layer)
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 # ---- adapters on CPU

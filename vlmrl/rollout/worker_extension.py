@@ -27,7 +27,7 @@ from vlmrl.rollout.compatibility import missing_in_worker
 from vlmrl.rollout.prompt_scores import score_as_sampled
 from vlmrl.rollout.readback import Places, Readback
 from vlmrl.rollout.reports import AdapterDescription, ReadbackPlan, Report
-from vlmrl.rollout.vllm_patches import apply_adapter_by_row, hold_unused_generators
+from vlmrl.rollout.vllm_patches import apply_adapter_by_row, hold_unused_generators, pack_experts_again
 from vlmrl.system.malloc import keep_memory
 
 
@@ -56,6 +56,7 @@ class WeightReceiver:
         if self.model_runner.device.type == "cpu":
             keep_memory()
             hold_unused_generators(self.model_runner)
+            pack_experts_again(self.model_runner.get_model())
             if self.vllm_config.lora_config is not None:
                 for wrapper in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
                     apply_adapter_by_row(wrapper)

@@ -30,7 +30,7 @@ from vlmrl.types import Sample
 CPU = torch.device("cpu")
 Made = tuple[PreTrainedModel, Processor, list[Sample]]
 Types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-Families = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3"])
+Families = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3", "qwen3_moe"])
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tiny.Family, tor
             tiny.build(family, folder, size="micro")
         net = load_model(str(folder), dtype=dtype, attn_implementation=implementation("auto", CPU))
         read = processor(str(folder), min_pixels=3136, max_pixels=100_000)
-        return net, read, _texts() if family == "qwen3" else batch(read)
+        return net, read, _texts() if family in ("qwen3", "qwen3_moe") else batch(read)
 
     return made
 

@@ -32,7 +32,7 @@ CASES: dict[str, Sequence[tuple[int, Sequence[int]]]] = {
     "mixed": [(0, (4, 9)), (1, (6,)), (3, (2, 5, 11)), (0, (7,)), (2, (0, 3))],
     "groups of eight": [(1, (1, 2, 3, 5, 8, 13, 21, 4)), (0, (6,) * 8)],
 }
-VISION: list[Family] = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5"]
+VISION: list[Family] = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5", "qwen3_vl_moe"]
 RUNS: list[tuple[Family, str, bool]] = [
     *(("qwen2_5_vl", case, False) for case in CASES),
     *(("qwen3_vl", case, True) for case in CASES),
@@ -41,6 +41,8 @@ RUNS: list[tuple[Family, str, bool]] = [
     *(("qwen2_vl", case, True) for case in ("mixed", "groups of eight")),
     *(("qwen3", "text", tied) for tied in (False, True)),
     ("llama", "text", False),
+    ("qwen3_moe", "text", False),
+    ("qwen3_vl_moe", "mixed", True),
 ]
 OURS = {"": PACKED, "text_config": PACKED, "vision_config": "sdpa"}
 TEMPERATURE, BANNED = 0.7, (7, 300)
@@ -130,7 +132,7 @@ def test_shared_equals_packed_equals_padded(
             assert difference(run_of(model, reader, family, pack), expected) < bound
 
 
-@pytest.mark.parametrize("family", [*VISION, "qwen3", "qwen3_5_text", "llama"])
+@pytest.mark.parametrize("family", [*VISION, "qwen3", "qwen3_5_text", "llama", "qwen3_moe"])
 def test_scores_equal_those_of_the_models_own_logits(net: Make, reader: Make, group: Make, family: Family) -> None:
     pack = pack_of(group, family, "mixed" if family in VISION else "text", "shared")
     with precise(family) as cast:
@@ -164,7 +166,7 @@ def assert_own_logits(ours: PreTrainedModel, theirs: PreTrainedModel, reader: Ma
             torch.testing.assert_close(mine.grad, other.grad, atol=1e-5 * scale, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llama"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llama", "qwen3_moe", "qwen3_vl_moe"])
 def test_layouts_are_equal_with_adapters(net: Make, reader: Make, group: Make, family: Family) -> None:
     from peft import LoraConfig
 
@@ -199,7 +201,7 @@ def test_layouts_are_equal_with_adapters(net: Make, reader: Make, group: Make, f
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3", "qwen3_moe"])
 def test_layouts_are_equal_with_gradient_checkpointing(
     net: Make, reader: Make, group: Make, family: Family, reentrant: bool
 ) -> None:
@@ -244,7 +246,7 @@ def test_rows_may_mix_groups_and_samples_of_any_length(net: Make, reader: Make, 
 # ---------------------------------------------------------------- isolation
 
 
-@pytest.mark.parametrize("family", [*VISION, "qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("family", [*VISION, "qwen3", "qwen3_5_text", "qwen3_moe"])
 def test_a_piece_affects_only_pieces_that_attend_to_it(net: Make, reader: Make, group: Make, family: Family) -> None:
     pictures = (1, 2) if family in VISION else (0, 0)
     model = net(family, attention=OURS)
@@ -451,7 +453,7 @@ def test_cached_features_replace_the_tower(net: Make, reader: Make, group: Make,
     calls = count_images(model)
     pass_with(features)
     assert list(features) == names
-    assert {len(image.deepstack) for image in features.values()} == {1 if family == "qwen3_vl" else 0}
+    assert {len(image.deepstack) for image in features.values()} == {1 if family.startswith("qwen3_vl") else 0}
     for known in (features, {name: features[name] for name in names[::2]}):
         output, gradients = pass_with(dict(known))
         torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-6)

@@ -12,7 +12,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 
 FAMILIES: tuple[tiny.Family, ...] = get_args(tiny.Family)
-VISION: tuple[tiny.Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+VISION: tuple[tiny.Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé 12?"}]
 
 

@@ -56,3 +56,15 @@ def test_copies_to_other_tensors_are_ignored() -> None:
     module, sent = layer(), torch.rand(8, 3)
     (piece,) = traced(module, sent, lambda: (torch.empty(8, 3).copy_(sent), module.weight.data.copy_(sent))).pieces
     assert (piece.first_row, piece.size) == (0, (8, 3))
+
+
+def test_an_expert_is_traced_to_its_rows_among_those_of_all_experts() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(3, 8, 5, device="meta"))
+    sent = torch.rand(4, 5)
+    (piece,) = traced(module, sent, lambda: module.weight.data[2].narrow(0, 4, 4).copy_(sent)).pieces
+    assert (piece.first_row, piece.size) == (2 * 8 + 4, (4, 5))
+    turned = torch.rand(5, 4)
+    (piece,) = traced(module, turned, lambda: module.weight.data[1, :4].copy_(turned.T)).pieces
+    assert piece.first_row == 8
+    assert torch.equal(piece.of(turned), turned.T)
