@@ -112,6 +112,8 @@ def why_merged(adapter: AdapterPlan) -> str:
     """Return the reason why vLLM cannot apply the adapter itself."""
     if adapter.has_magnitude:
         return "vLLM has no DoRA"
+    if adapter.has_experts:
+        return "vLLM has no kernel for CPUs of a mixture of experts with an adapter, and none has been tried on a GPU"
     names = {"vision": "vision tower", "projector": "projector"}
     parts = " and ".join(name for group, name in names.items() if group in adapter.groups)
     if not parts:

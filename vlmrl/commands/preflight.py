@@ -32,6 +32,7 @@ from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.models.engine_kernels import check_engine_kernels
+from vlmrl.models.expert_settings import check_experts
 from vlmrl.models.kind import check_generates
 from vlmrl.models.max_length import check_length, max_positions
 from vlmrl.observe.trackers import check_trackers
@@ -61,6 +62,7 @@ def actor_adapter_plan(config: TrainingConfig, processor: Processor) -> AdapterP
     Raises:
         ConfigError: the model has no such layers, or they are frozen, or the engines do not support these settings.
     """
+    check_experts(config.actor, config.ds)
     plan = plan_adapter(config.actor, config.ds.lora, processor)
     if isinstance(config, RlConfig) or (isinstance(config, SamplingConfig) and config.generation is not None):
         check_engine_base(plan, ds=config.ds, vllm=config.vllm)

@@ -28,6 +28,8 @@ class Model(OptimizerSettings):
     """Machines on which the model is trained."""
     num_gpus_per_node: PositiveInt = 1
     """Ranks per machine: one GPU each, or one CPU core each without GPUs."""
+    aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the loss that balances the load of a mixture of experts (arXiv:2101.03961)."""
     gradient_checkpointing_enable: bool = False
     """Recompute activations in the backward pass: saves memory, and takes about a third more time."""
     gradient_checkpointing_reentrant: bool = False
@@ -97,3 +99,9 @@ def unread_of_model(model: Model) -> Unread:
     if not model.gradient_checkpointing_enable:
         unread["actor.gradient_checkpointing_reentrant"] = "actor.gradient_checkpointing_enable is off"
     return unread
+
+
+def conflicts_of_model(model: Model) -> list[str]:
+    if model.aux_loss_coef and model.gradient_checkpointing_enable and model.gradient_checkpointing_reentrant:
+        return ["actor.gradient_checkpointing_reentrant loses the gradient of actor.aux_loss_coef: turn it off"]
+    return []

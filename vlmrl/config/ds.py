@@ -33,6 +33,9 @@ class Ds(Section):
     (`train.colocate_all`) generate: 12 bytes per trained parameter over all ranks. Needs CUDA and `ds.zero_stage` 2."""
     attn_implementation: Literal["auto", "sdpa", "eager", "varlen"] = "auto"
     """Attention kernel: `varlen` is PyTorch's own on CUDA; auto chooses by device."""
+    experts_implementation: Literal["auto", "eager", "batched_mm", "grouped_mm"] = "auto"
+    """Kernel of mixtures of experts: `eager` applies one expert after the other, `batched_mm` copies the weights for
+    each token, `grouped_mm` is one product for all; auto is `grouped_mm` where it runs."""
     use_liger_kernel: bool = False
     """Fused norms and feed-forward layers by Liger, on CUDA. The logits of all tokens are never held at once anyway."""
     packing_samples: bool | None = None

@@ -1,7 +1,5 @@
 """OpenRLHF's flags that vlmrl refuses, each with the reason. All others have the same name here."""
 
-_EXPERTS = "not built yet: settings for mixtures of experts"
-
 REFUSED: dict[str, str] = {
     "ds.value_head_prefix": "never: a value head is called score, as in Transformers' classifiers",
     **{
@@ -9,8 +7,6 @@ REFUSED: dict[str, str] = {
         for role in ("actor", "critic")
         for name in ("ns_steps", "nesterov", "no_nesterov")
     },
-    "actor.aux_loss_coef": _EXPERTS,
-    "ds.experts_implementation": _EXPERTS,
     "train.dynamic_batch_enable": "replaced by train.max_tokens_per_gpu: micro-batches are always cut by tokens",
     "rollout.micro_batch_size": "replaced by rollout.max_tokens_per_gpu: passes without gradient are cut by tokens",
     "rollout.vllm_generate_batch_size": "replaced by rollout.batch_size: the engines get all prompts of a step at once",
@@ -38,6 +34,7 @@ _KERNELS = "replaced by varlen on CUDA, which needs no flash-attn package, or by
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "ds.attn_implementation": {"flash_attention_2": _KERNELS, "flash_attention_3": _KERNELS},
+    "ds.experts_implementation": {"deepgemm": "not built yet: needs a package of kernels; grouped_mm is PyTorch's own"},
     "ds.param_dtype": {"fp16": "never: fp16 loses small gradients without loss scaling; use bf16 or fp32"},
     "vllm.sync_backend": {"gloo": "replaced by shm, which takes weights through main memory without a process group"},
 }

@@ -56,6 +56,7 @@ RENAMED: dict[str, Renamed] = _table("""
 
 REFUSED_BY_VERB: dict[str, dict[str, str]] = {
     "serve-rm": {
+        "ds.experts_implementation": "never: the kernel of experts changes no score; Transformers chooses it",
         "ds.load_in_4bit": "never: 4 bits would change the scores; ds.param_dtype bf16 halves the memory of fp32",
         "ds.packing_samples": "never: responses are scored in one row each, which is right for every model",
     },

@@ -76,6 +76,7 @@ class TrainingConfig(VerbConfig):
 
     def conflicts(self) -> list[str]:
         return [
+            *actor.conflicts_of_model(self.actor),
             *data.conflicts_of_data(self.data),
             *ds.conflicts_of_ds(self.ds, self.train),
             *ds.conflicts_of_sequence(self.ds, self._num_ranks),

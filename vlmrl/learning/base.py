@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from vlmrl.algorithms.load_balance import load_balance_loss
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
@@ -40,6 +42,7 @@ from vlmrl.models.adapter_files import Base, base_fingerprint, check_base, load_
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import inject_adapter
 from vlmrl.models.buffers import check_buffers
+from vlmrl.models.experts import RouterLogits
 from vlmrl.models.load import freeze, trainable_table
 from vlmrl.models.sequence import check_sequence_parallel
 from vlmrl.observe.metrics import Mean, Metric
@@ -100,6 +103,7 @@ class TrainableModel:
         """
         self._table = trainable_table(self._net, self._processor)
         self._total_steps = total_steps
+        self._router_logits = RouterLogits(self._net) if self._model.aux_loss_coef else None
         if self._model.gradient_checkpointing_enable:
             self._checkpoint_activations(reentrant=self._model.gradient_checkpointing_reentrant)
         self._engine = start_engine(module.train(), actor=self._model, ds=self._ds, total_steps=total_steps)
@@ -185,23 +189,39 @@ class TrainableModel:
         """Metrics of a pack, from the sums of its `PackLoss` and its `share` of the loss."""
         raise NotImplementedError
 
-    def _backward(self, loss: PackLoss, pack: Pack, *, is_last: bool) -> dict[str, Metric]:
-        """Run the backward pass of one pack; returns its metrics. Transfers from the device once, before the pass.
+    def _backward(self, loss: PackLoss, pack: Pack, *, number: int, of: int) -> dict[str, Metric]:
+        """Run the backward pass of pack `number` (from 1) `of` this rank's in the step; returns its metrics. Transfers
+        from the device once, before the pass.
 
         Raises VlmrlError when the loss is not finite.
         """
         share, sums = loss
+        balance = self._load_balance(pack)
+        if balance is not None:
+            sums = sums | {"aux_loss": balance.detach()}
         numbers = torch.stack([share.detach().double(), *(value.double() for value in sums.values())]).tolist()
         values = dict(zip(["share", *sums], numbers, strict=True))
         if not math.isfinite(values["share"]):
             raise VlmrlError(f"the loss of optimizer step {self._step_number} is {values['share']}: {self._hint}")
         # DeepSpeed averages gradients over ranks, but the shares of the ranks add up to the loss.
-        self._engine.set_gradient_accumulation_boundary(is_last)
-        self._engine.backward(share * self._world_size)
+        self._engine.set_gradient_accumulation_boundary(number == of)
+        total = share * self._world_size
+        if balance is not None:
+            # Not a sum over tokens: the loss of a pack, of which the mean is taken over packs and ranks.
+            total = total + self._model.aux_loss_coef / of * balance
+        self._engine.backward(total)
         # Shares add up over packs and groups of ranks with the same packs, of which one rank each reports. The mean is
         # over groups and steps, so `_step` adds the weight, once.
         num_groups = self._world_size // self._ds.sequence_parallel_size
         return {f"{self._area}/loss": Mean(values["share"] * num_groups, 0.0), **self._pack_metrics(values, pack)}
+
+    def _load_balance(self, pack: Pack) -> Tensor | None:
+        """The auxiliary loss of the last pass; None without experts to balance."""
+        if self._router_logits is None:
+            return None
+        is_token = self._place(pack, [np.ones(len(s.tokens), dtype=np.bool_) for s in pack.samples], fill=False)
+        logits, is_token = self._router_logits.take(is_token)
+        return load_balance_loss(logits, is_token, top_k=self._router_logits.top_k)
 
     def _set_progress(self, span: tuple[float, float] | None) -> None:
         """Set the learning rate of the next optimizer step from the run's progress, from 0 to 1, if it is known."""

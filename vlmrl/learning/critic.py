@@ -73,7 +73,7 @@ class Critic(TrainableModel):
         self._set_progress(packs[0][1].span)
         shares, moments = [], torch.zeros(len(_MOMENTS), dtype=torch.float64)
         for n, (pack, experience) in enumerate(packs, start=1):
-            shares.append(self._backward(self._value_loss(pack, experience, total), pack, is_last=n == len(packs)))
+            shares.append(self._backward(self._value_loss(pack, experience, total), pack, number=n, of=len(packs)))
             moments += _moments(experience)
         explained = explained_variance(*self._sum_over_ranks(moments.tolist()))
         variance: dict[str, Metric] = {} if explained is None else {"value/explained_variance": Mean(explained)}

@@ -19,6 +19,7 @@ from vlmrl.data.packing import FILLER, Branch, Pack, collect
 from vlmrl.learning.deepspeed_engine import DTYPES
 from vlmrl.models.attention import implementation
 from vlmrl.models.divergence import TeacherRows
+from vlmrl.models.experts import use_experts
 from vlmrl.models.inputs import model_inputs, states_at
 from vlmrl.models.liger import apply_liger
 from vlmrl.models.load import load_model
@@ -37,6 +38,7 @@ def read_model(actor: Model, *, ds: Ds, columns: Columns, where: torch.device) -
     net = load_model(
         actor.model_name_or_path, trust_remote_code=actor.trust_remote_code, **_load_options(ds, processor, where)
     )
+    use_experts(net, ds.experts_implementation)
     if ds.use_liger_kernel:
         apply_liger(net, where)
     return net, processor
@@ -57,6 +59,7 @@ def read_value_model(
         flag=flag,
         **_load_options(ds, processor, where),
     )
+    use_experts(net, ds.experts_implementation)
     if ds.use_liger_kernel:
         apply_liger(net.base_model, where)
     return net, processor

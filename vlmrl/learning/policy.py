@@ -146,7 +146,7 @@ class Policy(PreferenceLearner, WeightSender):
                 break
             self._set_progress(packs[0][1].span)
             shares = [
-                self._backward(self._policy_loss(pack, experience, total), pack, is_last=n == len(packs))
+                self._backward(self._policy_loss(pack, experience, total), pack, number=n, of=len(packs))
                 for n, (pack, experience) in enumerate(packs, start=1)
             ]
             metrics.append(merge([*shares, self._step()]))
@@ -160,7 +160,7 @@ class Policy(PreferenceLearner, WeightSender):
         """
         with self._optimizer_awake():
             shares = [
-                self._backward(self._likelihood_loss(pack, total), pack, is_last=n == len(packs))
+                self._backward(self._likelihood_loss(pack, total), pack, number=n, of=len(packs))
                 for n, pack in enumerate(packs, start=1)
             ]
             counts = {} if self._teacher is None else self._teacher.take_counts()
@@ -291,6 +291,8 @@ class Policy(PreferenceLearner, WeightSender):
             "pack/padding_fraction": Mean(padding, rows * columns),
             "pack/shared_fraction": Mean(pack.num_useful - pack.num_tokens, pack.num_useful),
         }
+        if "aux_loss" in sums:
+            metrics["policy/aux_loss"] = Mean(sums["aux_loss"])
         if "chosen" in sums:
             metrics |= preference_metrics(sums)
         if "gap" in sums:

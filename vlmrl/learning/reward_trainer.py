@@ -76,7 +76,7 @@ class RewardTrainer(TrainableModel):
         """
         with self._optimizer_awake():
             shares = [
-                self._backward(self._pair_loss(pack, margins), pack, is_last=n == len(packs))
+                self._backward(self._pair_loss(pack, margins), pack, number=n, of=len(packs))
                 for n, pack in enumerate(packs, start=1)
             ]
             return merge([*shares, self._step()])
@@ -93,7 +93,7 @@ class RewardTrainer(TrainableModel):
         num_steps = sum(int(np.isfinite(row).sum()) for row in labels.values())
         with self._optimizer_awake():
             shares = [
-                self._backward(self._step_loss(pack, labels, num_steps), pack, is_last=n == len(packs))
+                self._backward(self._step_loss(pack, labels, num_steps), pack, number=n, of=len(packs))
                 for n, pack in enumerate(packs, start=1)
             ]
             return merge([*shares, self._step()])
@@ -169,6 +169,8 @@ class RewardTrainer(TrainableModel):
             "pack/shared_fraction": Mean(pack.num_useful - pack.num_tokens, pack.num_useful),
             "rm/accuracy": Mean(sums["correct"], sums.get("pairs", sums.get("steps", 0.0))),
         }
+        if "aux_loss" in sums:
+            metrics["rm/aux_loss"] = Mean(sums["aux_loss"])
         if "pairs" in sums:
             metrics |= {
                 "rm/difference": Mean(sums["difference"], sums["pairs"]),

@@ -42,6 +42,8 @@ class AdapterPlan:
     """Full names of the layers, as the model has them in memory: `model.language_model.layers.0.self_attn.q_proj`."""
     groups: frozenset[ParameterGroup]
     """The parts of the model that the targets belong to."""
+    has_experts: bool = False
+    """The model is a mixture of experts."""
 
     @property
     def scaling(self) -> float:
@@ -59,13 +61,14 @@ class AdapterPlan:
         are.
 
         vLLM fuses the input projections of linear attention, and takes an adapter of the gates `in_proj_z` only with
-        one of `in_proj_qkv`.
+        one of `in_proj_qkv`. It has no CPU kernel for experts with an adapter.
         """
         targets = set(self.targets)
         has_lone_gates = any(
             name.endswith(".in_proj_z") and f"{name.removesuffix('z')}qkv" not in targets for name in targets
         )
-        return self.groups == {"language"} and not self.has_magnitude and not has_lone_gates
+        is_whole = not (self.has_magnitude or self.has_experts or has_lone_gates)
+        return self.groups == {"language"} and is_whole
 
     @property
     def engine_rank(self) -> int:
@@ -102,6 +105,7 @@ def plan_adapter(model: Model, lora: Lora, processor: Processor) -> AdapterPlan 
     """
     if lora.rank == 0:
         return None
+    from vlmrl.models.experts import routers
     from vlmrl.models.load import skeleton
 
     net = skeleton(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
@@ -119,6 +123,7 @@ def plan_adapter(model: Model, lora: Lora, processor: Processor) -> AdapterPlan 
         has_magnitude=lora.use_dora,
         targets=tuple(targets),
         groups=frozenset(targets.values()),
+        has_experts=bool(routers(net)),
     )
 
 

@@ -93,7 +93,7 @@ def model_sizes(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) ->
         text=Blocks(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            intermediate=text.intermediate_size,
+            intermediate=_intermediate(text),
             queries=channels * text.num_attention_heads,
             keys=channels * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
             norms_heads=any(name.endswith("q_norm.weight") for name, _ in net.named_parameters()),
@@ -127,6 +127,16 @@ def _recurrence(text: PretrainedConfig) -> Recurrence | None:
         queries=2 * text.linear_num_key_heads * text.linear_key_head_dim,
         taps=text.linear_conv_kernel_dim,
     )
+
+
+def _intermediate(text: object) -> int:
+    """Channels inside a feed-forward layer that a token takes.
+
+    With experts those of the chosen ones; their inputs and outputs, held once for each, count as much as 3/4 D.
+    """
+    if getattr(text, "moe_intermediate_size", None) is None:
+        return int(text.intermediate_size)  # type: ignore[attr-defined]
+    return int(text.num_experts_per_tok * (text.moe_intermediate_size + 3 * text.hidden_size // 4))  # type: ignore[attr-defined]
 
 
 def _tower(vision: object) -> Blocks:

@@ -172,6 +172,11 @@ _POLICY = (
     _M("policy/loss", "", "loss, mean over the step's optimizer steps; in RL its level says little"),
     _M("policy/grad_norm", "", "norm of the gradient before clipping"),
     _M("policy/lr", "", "learning rate"),
+    _M(
+        "policy/aux_loss",
+        "",
+        "load balance loss of a mixture of experts: the experts per token when all are used evenly",
+    ),
     _M("policy/entropy", "nats", "entropy of the distribution that is sampled from"),
     _M("policy/clip_fraction", "fraction", "tokens whose loss (CISPO: weight) a clip decided"),
     _M("policy/ratio_max", "", "largest probability ratio to the policy that made the responses"),
@@ -217,6 +222,7 @@ _REWARD_MODELS = (
     _M("rm/loss", "", "loss of the pairs or steps", "lower"),
     _M("rm/grad_norm", "", "norm of the gradient before clipping"),
     _M("rm/lr", "", "learning rate"),
+    _M("rm/aux_loss", "", "load balance loss of a mixture of experts"),
     _M(
         "rm/accuracy",
         "fraction",

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from vlmrl.models.experts import plain_experts, routers
+from vlmrl.algorithms.load_balance import load_balance_loss
+from vlmrl.config.actor import Model
+from vlmrl.config.ds import Ds
+from vlmrl.data.packing import Pack, make_pack, place
+from vlmrl.errors import ConfigError
+from vlmrl.models.attention import PACKED
+from vlmrl.models.expert_settings import check_experts
+from vlmrl.models.experts import RouterLogits, plain_experts, routers, use_experts
+from vlmrl.models.inputs import model_inputs
+from vlmrl.models.scorer import Scorer
 
-Make = Callable[..., PreTrainedModel]
+Make = Callable[..., Any]
+OURS = {"": PACKED, "text_config": PACKED, "vision_config": "sdpa"}
 
 
 @pytest.mark.parametrize(("family", "number"), [("qwen3_moe", 2), ("qwen3_vl_moe", 2), ("qwen3_vl", 0), ("llama", 0)])
@@ -27,3 +40,80 @@ def test_experts_compute_in_fp64_only_within_the_context(net: Make, family: str)
         torch.testing.assert_close(wide(ids).logits.float(), expected, atol=1e-4, rtol=0)
     with pytest.raises(RuntimeError, match="Float32"):
         wide(ids)
+
+
+# ---------------------------------------------------------------- router logits
+
+
+def balance_of(model: PreTrainedModel, reader: Make, family: str, pack: Pack, *, checkpointing: bool = False) -> Any:
+    """The load balance loss of a pass, and its gradients."""
+    if checkpointing:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recorded = RouterLogits(model)
+    scorer = Scorer(model)
+    scores = scorer(model_inputs(model, reader(family), pack))
+    with torch.no_grad():
+        scorer(model_inputs(model, reader(family), pack))  # as for a reference, between a pass and its backward pass
+    is_token = place(pack, [np.ones(len(sample.tokens), dtype=np.bool_) for sample in pack.samples], False)
+    logits, mask = recorded.take(is_token)
+    loss = load_balance_loss(logits, mask, top_k=recorded.top_k)
+    (loss + 0.0 * scores.logprobs.sum()).backward()
+    assert recorded._logits == [], "nothing is kept of a checkpointed layer"
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
+def test_the_balance_is_of_all_tokens_and_reaches_the_routers(
+    net: Make, reader: Make, group: Make, family: str, checkpointing: bool
+) -> None:
+    samples = [s for seed in (1, 2) for s in group(family, seed if "_vl" in family else 0, seed, (5,))]
+    padded, packed = (make_pack(samples, range(2), layout) for layout in ("padded", "packed"))
+    loss, slopes = balance_of(net(family), reader, family, padded)
+    other, others = balance_of(net(family, attention=OURS), reader, family, packed, checkpointing=checkpointing)
+    assert other == pytest.approx(loss, abs=1e-6)
+    assert slopes.keys() == others.keys()
+    assert {name for name in slopes if name.endswith("mlp.gate.weight")}
+    for name, slope in slopes.items():
+        torch.testing.assert_close(others[name], slope, atol=1e-5, rtol=1e-4)
+
+
+def test_the_balance_is_that_of_the_models_own_output(net: Make, reader: Make, group: Make) -> None:
+    samples = [s for seed in (1, 2) for s in group("qwen3_moe", 0, seed, (5 * seed,))]
+    pack = make_pack(samples, range(2), "padded")
+    inputs = model_inputs(net("qwen3_moe"), reader("qwen3_moe"), pack)
+    lengths = torch.tensor([len(sample.tokens) for sample in samples])
+    mask = torch.arange(inputs["input_ids"].shape[1])[None] < lengths[:, None]
+    theirs = net("qwen3_moe")(inputs["input_ids"], attention_mask=mask.long(), output_router_logits=True).aux_loss
+    assert balance_of(net("qwen3_moe"), reader, "qwen3_moe", pack)[0] == pytest.approx(theirs.item(), abs=1e-5)
+
+
+def test_a_model_without_experts_has_nothing_to_balance(net: Make) -> None:
+    with pytest.raises(ConfigError, match=r"actor\.aux_loss_coef is for mixtures of experts"):
+        RouterLogits(net("qwen3"))
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_settings_of_experts_need_experts(folder: Callable[..., Path]) -> None:
+    dense, mixture = (Model(model_name_or_path=str(folder(family))) for family in ("qwen3", "qwen3_moe"))
+    check_experts(dense, Ds())
+    check_experts(mixture.model_copy(update={"aux_loss_coef": 0.1}), Ds(experts_implementation="eager"))
+    with pytest.raises(ConfigError, match=r"actor\.aux_loss_coef is for mixtures"):
+        check_experts(dense.model_copy(update={"aux_loss_coef": 0.1}), Ds())
+    with pytest.raises(ConfigError, match=r"ds\.experts_implementation is for mixtures"):
+        check_experts(dense, Ds(experts_implementation="grouped_mm"))
+    with pytest.raises(ConfigError, match=r"ds\.load_in_4bit"):
+        check_experts(mixture, Ds(load_in_4bit=True))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_all_kernels_of_experts_agree(net: Make, implementation: Any) -> None:
+    model, ids = net("qwen3_vl_moe"), torch.arange(20)[None]
+    expected = model(ids).logits
+    use_experts(model, implementation)
+    assert {m.config._experts_implementation for m in model.modules() if type(m).__name__.endswith("Experts")} == {
+        implementation
+    }
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=0)

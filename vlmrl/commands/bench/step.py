@@ -245,9 +245,11 @@ class TimedPolicy(Policy):
         with self.clock("forward"):
             return super()._policy_loss(pack, experience, total)
 
-    def _backward(self, loss: tuple[Tensor, dict[str, Tensor]], pack: Pack, *, is_last: bool) -> dict[str, Metric]:
+    def _backward(
+        self, loss: tuple[Tensor, dict[str, Tensor]], pack: Pack, *, number: int, of: int
+    ) -> dict[str, Metric]:
         with self.clock("backward"):
-            return super()._backward(loss, pack, is_last=is_last)
+            return super()._backward(loss, pack, number=number, of=of)
 
     def _step(self) -> dict[str, Metric]:
         with self.clock("optimizer"):
