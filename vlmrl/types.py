@@ -28,9 +28,8 @@ Pixels = NDArray[np.uint8]
 
 FinishReason = Literal["stop", "length"]
 Failure = Literal["infrastructure", "response"]
-"""Why a response could not be scored. `infrastructure`: a server, the network or the machine failed; it has no reward,
-and enters neither baseline nor loss. `response`: it is the cause itself (its scorer raised, or twice hung or died); its
-reward is the smaller of 0 and the lowest scored reward of its group, or of all groups if its own has none."""
+"""Why a response has no score. `infrastructure` failed: it has no reward, and is in neither baseline nor loss. For the
+`response` its scorer raised, or twice hung or died: it gets the smaller of 0 and its group's (or all) lowest reward."""
 Retry = Literal["timeout", "death"]
 """Why a response was scored a second time: its scorer timed out, or its process died."""
 
@@ -123,8 +122,8 @@ class Sampling:
 
         A hash and not `seed + index`: sums would give response 1 of one prompt the noise of response 0 of the next.
         """
-        name = f"{self.seed}/{index}".encode()
-        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") & _MAX_SEED
+        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") & _MAX_SEED
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +157,8 @@ class Segment:
     """The responses of the policy, in order. None without sampled tokens."""
     media: tuple[Media, ...] = ()
     """All images of the sequence, in the order of their tokens: those of the prompt, then those of feedback."""
+    experts: NDArray[np.integer] | None = None
+    """[R, L, K] experts of its first R tokens in each of L layers; -1, or None for all, where none was recorded."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.sampled), len(self.logprobs), len(self.versions)}
@@ -175,9 +176,8 @@ class Segment:
 
 
 StopReason = Literal["done", "context", "images", "turns", "raised", "failed"]
-"""Why an episode ended: its environment was done; the feedback would have exceeded `agent.context_len` or
-`agent.max_images`; `agent.max_turns` were made; the environment raised; or it hung or died more often than
-`agent.max_retries`."""
+"""Why an episode ended: its environment was done; feedback would have exceeded `agent.context_len` or
+`agent.max_images`; `agent.max_turns` were made; the environment raised, or failed more than `agent.max_retries`."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -354,6 +354,7 @@ class Sample:
     """Sampled tokens of the whole response; None: its own."""
     shares_prompt: bool = True
     """It begins with the prompt of its group; False where a chat template has rewritten the history."""
+    experts: NDArray[np.integer] | None = None
     num_prompt_images: int | None = None
     """How many of its images are those of the prompt, which the samples of a group share; None: all."""
 
@@ -368,9 +369,8 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         """Number of tokens before the first sampled one; all if none was sampled."""
-        if self.prefix is not None:
-            return self.prefix
-        return int(self.sampled.argmax()) if self.sampled.any() else len(self.tokens)
+        length = int(self.sampled.argmax()) if self.sampled.any() else len(self.tokens)
+        return length if self.prefix is None else self.prefix
 
     @property
     def prompt_media(self) -> tuple[Media, ...]:

@@ -116,6 +116,7 @@ def engine_settings(config: RlConfig | EvalConfig, adapter: AdapterPlan | None =
         temperature=config.rollout.temperature,
         name="vllm",
         adapter=adapter if adapter is not None and adapter.fits_engine else None,
+        returns_experts=isinstance(config, RlConfig) and config.algo.routing_replay,
         demand=demand(config),
     )
 
@@ -147,6 +148,7 @@ def policy_settings(config: TrainingConfig, adapter: AdapterPlan | None, num_row
         adapter=adapter,
         teacher=inner_teacher(config) if isinstance(config, SftConfig) else None,
         ema_beta=rl.train.ema_beta if rl is not None and rl.train.enable_ema else None,
+        replays_experts=rl is not None and rl.algo.routing_replay,
     )
 
 

@@ -62,7 +62,7 @@ def actor_adapter_plan(config: TrainingConfig, processor: Processor) -> AdapterP
     Raises:
         ConfigError: the model has no such layers, or they are frozen, or the engines do not support these settings.
     """
-    check_experts(config.actor, config.ds)
+    check_experts(config.actor, config.ds, replays=isinstance(config, RlConfig) and config.algo.routing_replay)
     plan = plan_adapter(config.actor, config.ds.lora, processor)
     if isinstance(config, RlConfig) or (isinstance(config, SamplingConfig) and config.generation is not None):
         check_engine_base(plan, ds=config.ds, vllm=config.vllm)

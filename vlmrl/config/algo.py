@@ -31,6 +31,7 @@ from vlmrl.config.distill import Distill
 from vlmrl.config.names import settings
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.train import TrainRl
+from vlmrl.config.vllm import Vllm
 
 _TITLES = ", ".join(f"`{name}` ({row.title})" for name, row in ESTIMATORS.items())
 _DISCOUNTING = quoted(DISCOUNTING_ESTIMATORS)
@@ -147,6 +148,9 @@ class Algo(Section):
         description="Weight of a token in the loss: `token`, `sequence` or `constant`; by default that of the paper: "
         f"{_AGGREGATIONS}, else `token`.",
     )
+    routing_replay: bool = False
+    """Mixtures of experts: train with the experts that the engines chose (R3, arXiv:2510.11370), so that both sides
+    compute the same function."""
     dynamic_filtering_enable: bool = False
     """Keep only groups whose responses differ in shaped reward, and draw prompts until a batch is full (DAPO,
     arXiv:2503.14476). For estimators that compare responses within a group."""
@@ -167,6 +171,19 @@ class Algo(Section):
                 [f"algo.dynamic_filtering_range {low:g} {high:g} keeps no group: give the smaller bound first"]
             )
         return self
+
+
+def conflicts_of_replay(algo: Algo, vllm: Vllm, *, is_async: bool, has_agent: bool) -> list[str]:
+    if not algo.routing_replay:
+        return []
+    conflicts = []
+    if has_agent:
+        conflicts.append("algo.routing_replay is not built yet for conversations with an environment: turn it off")
+    if is_async:
+        conflicts.append("algo.routing_replay is not built yet for responses across weight syncs: turn it off")
+    if not vllm.enable_prefix_caching:
+        conflicts.append("algo.routing_replay: vLLM records experts only with vllm.enable_prefix_caching: turn that on")
+    return conflicts
 
 
 def unread_of_loss(actor: Actor) -> Unread:

@@ -57,6 +57,7 @@ def truncate(segment: Segment, limit: int) -> Segment:
         sampled=segment.sampled[:end],
         logprobs=segment.logprobs[:end],
         versions=segment.versions[:end],
+        experts=None if segment.experts is None else segment.experts[:end],
         turns=(*turns, Turn(last.start, end, last.reward)),
     )
 
@@ -78,6 +79,7 @@ def to_samples(groups: Sequence[Group]) -> list[Sample]:
                     tokens=segment.tokens,
                     sampled=segment.sampled,
                     media=segment.media,
+                    experts=segment.experts,
                     group=number,
                     source=group.prompt.source,
                     response=num_responses,

@@ -128,13 +128,16 @@ class ModelForward:
         # (offload). So while a tower trains, every pass with a gradient has an image.
         self._filler = processor.dummy_sample() if trains else None
         self._tower_calls = self._cache_hits = 0
+        self.replays_experts = False
+        """Passes take the experts that the engine chose, where samples have them."""
 
     def run(self, pack: Pack, **options: Any) -> Any:
         """Run the module on a pack, with `options`. Its [B, T] outputs may have more rows and columns than the pack."""
         pack = self.completed(pack)
         features = None if self._cache is None else self._cache.get(pack.media, device=self._device)
         cached = self._agree_on_cached(pack, set(features or ()))
-        inputs = model_inputs(self._module.net, self._processor, pack, cached=cached)
+        replays = self.replays_experts
+        inputs = model_inputs(self._module.net, self._processor, pack, cached=cached, replays_experts=replays)
         self._tower_calls += len(inputs.get("images", ()))
         self._cache_hits += len(cached)
         inputs = {name: self._to_device(value) for name, value in inputs.items()}
@@ -189,6 +192,20 @@ class ModelForward:
             yield
         finally:
             self._cache = cache
+
+    @contextmanager
+    def without_replay(self) -> Iterator[None]:
+        """Let the routers choose the experts within the context."""
+        replays, self.replays_experts = self.replays_experts, False
+        try:
+            yield
+        finally:
+            self.replays_experts = replays
+
+    def take_replay_counts(self) -> Tensor:
+        """[2] replayed choices since the last call: those that replaced another, and all."""
+        replay = self._module.expert_replay
+        return torch.zeros(2) if replay is None else replay.take_counts()
 
     def share_cache(self, other: ModelForward) -> None:
         """Start an empty cache together with `other`, whose tower must have the same weights."""

@@ -62,6 +62,7 @@ class Policy(PreferenceLearner, WeightSender):
         self._forward = LogprobForward(
             scorer, self._processor, temperature=settings.temperature, bans=settings.bans, **options
         )
+        self._forward.replays_experts = settings.replays_experts
         self._loss = None if settings.loss is None else _load_user_loss(settings.loss)
         self._teacher = None
         if settings.teacher is not None:
@@ -84,6 +85,7 @@ class Policy(PreferenceLearner, WeightSender):
         wide = torch.float32 if self._ds.param_dtype == "bf16" else torch.float64
         with (
             nullcontext() if adapter else adapters_off(self._net),
+            nullcontext() if adapter else self._forward.without_replay(),
             higher_precision(self._net, wide) if exact else nullcontext(),
             self._forward.without_cache() if exact else nullcontext(),
         ):
@@ -258,6 +260,9 @@ class Policy(PreferenceLearner, WeightSender):
                 "ratio_max": torch.where(sampled, terms.ratio, 0.0).amax(),
                 "tokens": sampled.sum(),
             }
+            if self._forward.replays_experts:
+                differing, chosen = self._forward.take_replay_counts()
+                sums |= {"experts_differing": differing, "experts_chosen": chosen}
             if settings.correction is not None:
                 sums |= {"weight": terms.weights.sum(), "dropped": (sampled & (terms.weights == 0)).sum()}
                 sums |= {"weight_squared": terms.weights.square().sum()}
@@ -293,6 +298,8 @@ class Policy(PreferenceLearner, WeightSender):
         }
         if "aux_loss" in sums:
             metrics["policy/aux_loss"] = Mean(sums["aux_loss"])
+        if "experts_chosen" in sums:
+            metrics["policy/experts_replaced"] = Mean(sums["experts_differing"], sums["experts_chosen"])
         if "chosen" in sums:
             metrics |= preference_metrics(sums)
         if "gap" in sums:

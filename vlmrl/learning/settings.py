@@ -88,6 +88,8 @@ class PolicySettings(TrainedSettings):
     """For supervised training only."""
     ema_beta: float | None = None
     """Decay of the moving average of the weights per optimizer step; None: no average."""
+    replays_experts: bool = False
+    """Passes take the experts that the engines chose."""
 
     def build(self) -> Policy:
         from vlmrl.learning.policy import Policy

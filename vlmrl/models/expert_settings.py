@@ -10,7 +10,7 @@ from vlmrl.errors import ConfigError
 NO_EXPERTS = "{} is for mixtures of experts, and the model has none: leave it out"
 
 
-def check_experts(actor: Model, ds: Ds) -> None:
+def check_experts(actor: Model, ds: Ds, *, replays: bool = False) -> None:
     """Check the settings of experts, and those that experts rule out, against the actor's configuration.
 
     Raises:
@@ -18,6 +18,7 @@ def check_experts(actor: Model, ds: Ds) -> None:
     """
     named = ["actor.aux_loss_coef"] * bool(actor.aux_loss_coef)
     named += ["ds.experts_implementation"] * is_given(ds, "experts_implementation")
+    named += ["algo.routing_replay"] * replays
     if not named and not ds.load_in_4bit:
         return
     from vlmrl.models.experts import routers

@@ -15,6 +15,7 @@ from vlmrl.data.packing import Pack, Piece, place
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import check_layers, isolates_samples
 from vlmrl.models.attention_plan import AttentionPlan, Span, plan_attention
+from vlmrl.models.expert_replay import place_experts
 from vlmrl.models.linear_attention import follows_plan
 from vlmrl.types import Bools, Ints, Sample
 from vlmrl.video_size import VideoSize
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
 
 def model_inputs(
-    net: PreTrainedModel, processor: Processor, pack: Pack, *, cached: Container[str] = frozenset()
+    net: PreTrainedModel,
+    processor: Processor,
+    pack: Pack,
+    *,
+    cached: Container[str] = frozenset(),
+    replays_experts: bool = False,
 ) -> dict[str, Any]:
     """Make the arguments of `Scorer.forward` or `ValueModel.forward` for one pack of B rows and T tokens, on the CPU.
 
@@ -40,6 +46,7 @@ def model_inputs(
     * `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images and videos that are not `cached`, each once;
       `images`, their n content hashes; `image_places` and `video_places`, the content hashes of all images and of all
       videos in reading order;
+    * `experts` [B, T, L, K], with `replays_experts`: those that the engine chose, if the samples have them;
     * `scored` [B, T]: the tokens of the loss, never the first of a sample; and `previous` [scored tokens]: the index
       in [B * T] of the state that predicts each of them.
 
@@ -62,6 +69,8 @@ def model_inputs(
     if processor.resize_factor is not None:
         types = [processor.token_types(sample.tokens) for sample in pack.samples]
         inputs["mm_token_type_ids"] = place(pack, types, fill=0)
+    if replays_experts and (experts := place_experts(pack)) is not None:
+        inputs["experts"] = experts
     return inputs | images
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from vlmrl.errors import ConfigError
 from vlmrl.models.divergence import TeacherRows, token_divergence
+from vlmrl.models.expert_replay import ExpertReplay
 from vlmrl.models.logprobs import ScoringHead
 from vlmrl.models.sequence import SequenceGroup, SequenceShard, sliced_inputs
 
@@ -49,6 +50,8 @@ class Backbone(nn.Module):
         super().__init__()
         self.net = net
         self._sequence = sequence
+        self.expert_replay: ExpertReplay | None = None
+        """Present once a pass has replayed experts."""
 
     def states(
         self, inputs: dict[str, Any], *, features: dict[str, ImageFeatures] | None = None
@@ -71,6 +74,11 @@ class Backbone(nn.Module):
             inputs["mm_encoder_outputs"] = {
                 kind: _encoder_outputs([by_hash[name] for name in names]) for kind, names in places.items() if names
             }
+        experts = inputs.pop("experts", None)
+        if experts is not None and self.expert_replay is None:
+            self.expert_replay = ExpertReplay(self.net)
+        if self.expert_replay is not None:
+            self.expert_replay.use(experts)
         if shard is None:
             hidden = self.net.base_model(**inputs).last_hidden_state
             return hidden.flatten(0, 1)[previous], inputs["input_ids"][scored]

@@ -172,11 +172,8 @@ _POLICY = (
     _M("policy/loss", "", "loss, mean over the step's optimizer steps; in RL its level says little"),
     _M("policy/grad_norm", "", "norm of the gradient before clipping"),
     _M("policy/lr", "", "learning rate"),
-    _M(
-        "policy/aux_loss",
-        "",
-        "load balance loss of a mixture of experts: the experts per token when all are used evenly",
-    ),
+    _M("policy/aux_loss", "", "load balance loss of experts: the experts per token when all are used evenly"),
+    _M("policy/experts_replaced", "fraction", "choices of experts that `algo.routing_replay` replaced by the engine's"),
     _M("policy/entropy", "nats", "entropy of the distribution that is sampled from"),
     _M("policy/clip_fraction", "fraction", "tokens whose loss (CISPO: weight) a clip decided"),
     _M("policy/ratio_max", "", "largest probability ratio to the policy that made the responses"),
@@ -304,11 +301,7 @@ _ENGINE = (
     ),
     _M("sync/kl_rollout_train", "nats", "KL(engine, trainer), k3", "lower"),
     _M("sync/readback_layers", "count", "layers of an engine that were read back after the sync"),
-    _M(
-        "sync/readback_unread",
-        "count",
-        "tensors that could not be read back (quantised layers, experts in FlashInfer's layout)",
-    ),
+    _M("sync/readback_unread", "count", "tensors not read back (quantised layers, experts in FlashInfer's layout)"),
     _M("sync/readback_s", "s", "time of the read-back", "lower"),
     _M(
         "async/staleness_mean",

@@ -19,6 +19,7 @@ from vlmrl.models.weight_buckets import fingerprint
 from vlmrl.rollout import requests
 from vlmrl.rollout.capacity import Limits
 from vlmrl.rollout.compatibility import format_missing
+from vlmrl.rollout.expert_recorder import attach_experts
 from vlmrl.rollout.inbox import Inbox
 from vlmrl.rollout.launch import OUTPUT_DELAY_S, Launch, check_device, check_model, engine_arguments, one_line
 from vlmrl.rollout.reports import (
@@ -105,16 +106,15 @@ class RolloutEngine(Inbox):
         if Path(self._settings.model).is_dir():
             startup.work_offline()
         check_model(self._settings)
-        _ = self._processor  # fails for a missing model before anything is started
+        _ = self._processor  # fails for a missing model
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
         scheduler = self._llm.vllm_config.scheduler_config
         self._limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        absent = sorted({name for names in await self._call("vlmrl_prepare") for name in names})
-        if absent:
+        reports = await self._call("vlmrl_prepare", self._settings.returns_experts)
+        if absent := sorted({name for names in reports for name in names}):
             await self.shutdown()
-            raise ClusterError(
-                f"rollout engine {self.name}: {format_missing(absent, on_gpu=torch.cuda.is_available())}"
-            )
+            problem = format_missing(absent, on_gpu=torch.cuda.is_available())
+            raise ClusterError(f"rollout engine {self.name}: {problem}")
         temperature = self._settings.temperature
         if temperature is not None and self._settings.top_p == 1.0:
             await self._call("vlmrl_score_as_sampled", temperature, list(self._processor.banned_tokens))
@@ -173,14 +173,14 @@ class RolloutEngine(Inbox):
             DataError: vLLM refuses the prompt.
             ClusterError: the engine has died.
         """
+        tools = self._processor
         parameters = requests.sampling_parameters(
-            sampling,
-            index=prompt.index,
-            eos_token_ids=self._processor.eos_token_ids,
-            banned_tokens=self._processor.banned_tokens,
+            sampling, index=prompt.index, eos_token_ids=tools.eos_token_ids, banned_tokens=tools.banned_tokens
         )
         output = await self._request(prompt, parameters, adapter=adapter)
-        group = requests.to_group(prompt, output, decode=self._processor.decode)
+        if self._settings.returns_experts:
+            await attach_experts(self._call, output)
+        group = requests.to_group(prompt, output, tools.decode, self._settings.returns_experts)
         self._num_groups += 1
         self._num_mixed += requests.is_mixed(output)
         self._num_tokens += sum(rollout.num_sampled for rollout in group.rollouts)
@@ -343,6 +343,7 @@ class RolloutEngine(Inbox):
             processor=self._processor,
             top_p=settings.top_p,
             adapter=settings.adapter,
+            returns_experts=settings.returns_experts,
             demand=settings.demand,
         )
 

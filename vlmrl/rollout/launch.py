@@ -71,6 +71,7 @@ def engine_arguments(
     processor: Processor,
     top_p: float,
     adapter: AdapterPlan | None = None,
+    returns_experts: bool = False,
     demand: Demand | None = None,
     columns: Columns = _NO_VIDEOS,
 ) -> dict[str, Any]:
@@ -104,6 +105,8 @@ def engine_arguments(
             # Otherwise vLLM adds adapters to embeddings and output layer too, which makes log-probs of prompts wrong.
             "lora_target_modules": list(adapter.suffixes),
         }
+    if returns_experts and not current_platform.is_cpu():
+        arguments["enable_return_routed_experts"] = True
     if vllm.qlora_base == "bitsandbytes":
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
     if vllm.sync_backend != "shm":

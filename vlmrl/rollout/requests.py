@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vlmrl.errors import SyncError
 from vlmrl.types import Bools, FinishReason, Floats, Group, Ints, Media, Prompt, Rollout, Sampling, Segment, Turn
@@ -37,6 +38,8 @@ class Completion(Protocol):
     """For each token a mapping of it to an object with `logprob`."""
     finish_reason: str | None
     weight_versions: Sequence[Span] | None
+    routed_experts: NDArray[np.integer] | None
+    """[T - 1, L, K] of prompt and response, if the engine was asked for them: the last token was never an input."""
 
 
 class Output(Protocol):
@@ -148,15 +151,16 @@ def check_prompt(prompt: Prompt, token_ids: Sequence[int] | None) -> None:
     raise SyncError(f"{prompt.source}: {difference}{hint}")
 
 
-def to_group(prompt: Prompt, output: Output, *, decode: Callable[[Ints], str]) -> Group:
+def to_group(prompt: Prompt, output: Output, decode: Callable[[Ints], str], has_experts: bool = False) -> Group:
     """Convert finished responses to rollouts, in the order of their seeds.
 
     Raises:
-        SyncError: vLLM read another prompt than ours, or aborted a response.
+        SyncError: vLLM read another prompt than ours, or aborted a response, or with `has_experts` did not record the
+            experts of each token.
     """
     check_prompt(prompt, output.prompt_token_ids)
     completions = sorted(output.outputs, key=lambda completion: completion.index)
-    return Group(prompt, tuple(_rollout(prompt, completion, decode) for completion in completions))
+    return Group(prompt, tuple(_rollout(prompt, item, decode, has_experts) for item in completions))
 
 
 def _versions(prompt: Prompt, completion: Completion) -> Ints:
@@ -175,7 +179,7 @@ def is_mixed(output: Output) -> bool:
     return any(len(completion.weight_versions or ()) > 1 for completion in output.outputs)
 
 
-def _rollout(prompt: Prompt, completion: Completion, decode: Callable[[Ints], str]) -> Rollout:
+def _rollout(prompt: Prompt, completion: Completion, decode: Callable[[Ints], str], has_experts: bool) -> Rollout:
     reason = _FINISHED.get(completion.finish_reason or "")
     if reason is None or not completion.weight_versions:
         raise SyncError(
@@ -191,5 +195,9 @@ def _rollout(prompt: Prompt, completion: Completion, decode: Callable[[Ints], st
     turns = (Turn(length, length + len(response)),) if len(response) else ()
     tokens = np.concatenate([prompt.tokens, response])
     versions = _versions(prompt, completion)
-    segment = Segment(tokens, sampled, logprobs, versions, turns, prompt.media)
+    experts = completion.routed_experts if has_experts else None
+    if has_experts and (experts is None or len(experts) != len(tokens) - 1):
+        found = "no" if experts is None else len(experts)
+        raise SyncError(f"{prompt.source}: vLLM recorded the experts of {found} tokens instead of {len(tokens) - 1}")
+    segment = Segment(tokens, sampled, logprobs, versions, turns, prompt.media, experts)
     return Rollout((segment,), decode(response), reason)

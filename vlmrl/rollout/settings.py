@@ -36,6 +36,8 @@ class EngineSettings:
     """The adapter to make room for, one that `fits_engine`."""
     temperature: float | None = None
     """Temperature of the log-probs that `score` returns; None: those of the model itself."""
+    returns_experts: bool = False
+    """Responses hold the experts that were chosen for their tokens."""
     demand: Demand | None = None
     """The demand that the engine's limits must fit."""
 

@@ -24,6 +24,7 @@ from vlmrl.models.weight_buckets import digest, unpack_bucket
 from vlmrl.rollout import gpu_transfer
 from vlmrl.rollout.adapter_loader import AdapterUpdate
 from vlmrl.rollout.compatibility import missing_in_worker
+from vlmrl.rollout.expert_recorder import ExpertRecorder
 from vlmrl.rollout.prompt_scores import score_as_sampled
 from vlmrl.rollout.readback import Places, Readback
 from vlmrl.rollout.reports import AdapterDescription, ReadbackPlan, Report
@@ -42,9 +43,13 @@ class WeightReceiver:
     vlmrl_places: dict[str, frozenset[str]]
     vlmrl_pieces: Places
     vlmrl_reader: Reader
+    vlmrl_experts: ExpertRecorder
 
-    def vlmrl_prepare(self) -> list[str]:
-        """Patch the worker. Call once, before the first request. Returns the names that are missing in this vLLM."""
+    def vlmrl_prepare(self, records_experts: bool = False) -> list[str]:
+        """Patch the worker. Call once, before the first request. Returns the names that are missing in this vLLM.
+
+        `records_experts`: responses are to hold the experts of their tokens; on GPUs vLLM sees to that.
+        """
         config = self.vllm_config
         absent = missing_in_worker(
             self, has_adapter=config.lora_config is not None, transfers=config.weight_transfer_config is not None
@@ -57,10 +62,16 @@ class WeightReceiver:
             keep_memory()
             hold_unused_generators(self.model_runner)
             pack_experts_again(self.model_runner.get_model())
+            if records_experts:
+                self.vlmrl_experts = ExpertRecorder(self.model_runner, self.model_runner.get_model())
             if self.vllm_config.lora_config is not None:
                 for wrapper in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
                     apply_adapter_by_row(wrapper)
         return []
+
+    def vlmrl_take_experts(self, request: str) -> list[tuple[int, list[int], bytes]]:
+        """Return the recorded experts of a request's responses as (index, shape, data), and drop them."""
+        return [(index, list(rows.shape), rows.tobytes()) for index, rows in self.vlmrl_experts.take(request).items()]
 
     def vlmrl_score_as_sampled(self, temperature: float, banned: list[int]) -> None:
         """Compute log-probs of prompts in the sampling distribution. Call once, before the first request."""

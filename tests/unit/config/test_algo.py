@@ -57,6 +57,13 @@ def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
             "algo.kl.horizon 204 is too short for the 1024 responses of a step",
         ),
         ("--algo.kl.early_stop 0", "greater than 0"),
+        # Routing replay.
+        ("--algo.routing_replay --vllm.enable_prefix_caching false", "experts only with vllm.enable_prefix_caching"),
+        (f"--algo.routing_replay --train.async_enable {CORRECTED}", "is not built yet for responses across weight"),
+        (
+            "--algo.routing_replay --train.agent_func_path a.py",
+            "algo.routing_replay is not built yet for conversations",
+        ),
         # Corrections.
         (
             f"{CORRECTED} --algo.advantage.is_correction_threshold 5 0.5",

@@ -104,6 +104,8 @@ def test_settings_of_experts_need_experts(folder: Callable[..., Path]) -> None:
         check_experts(dense.model_copy(update={"aux_loss_coef": 0.1}), Ds())
     with pytest.raises(ConfigError, match=r"ds\.experts_implementation is for mixtures"):
         check_experts(dense, Ds(experts_implementation="grouped_mm"))
+    with pytest.raises(ConfigError, match=r"algo\.routing_replay is for mixtures"):
+        check_experts(dense, Ds(), replays=True)
     with pytest.raises(ConfigError, match=r"ds\.load_in_4bit"):
         check_experts(mixture, Ds(load_in_4bit=True))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vlmrl.data.media import InlineMedia
+from vlmrl.data.responses import to_samples, truncate
 from vlmrl.errors import SyncError
 from vlmrl.rollout import requests
 from vlmrl.types import Ints, Prompt, Rollout, Sampling, Turn
@@ -42,6 +43,7 @@ class Completion:
     versions: tuple[int, ...] = (3,)
     logprobs: Any = field(init=False)
     weight_versions: list[Span] | None = field(init=False)
+    routed_experts: Any = None
 
     def __post_init__(self) -> None:
         self.logprobs = [{token: Logprob(-float(token)), 999: Logprob(0.0)} for token in self.token_ids]
@@ -95,6 +97,24 @@ def test_texts_that_end_a_response_are_looked_for_in_the_text() -> None:
     sampling = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=16, seed=1, stop=("Observation:",))
     parameters = requests.sampling_parameters(sampling, index=7, eos_token_ids=(2,), banned_tokens=())
     assert (parameters["stop"], parameters["detokenize"]) == (["Observation:"], True)
+
+
+def test_the_experts_of_all_tokens_but_the_last_come_with_a_response() -> None:
+    """Four tokens of the prompt and one of the response were inputs; two layers, two experts each."""
+    chosen = np.arange(20, dtype=np.uint8).reshape(5, 2, 2)
+    output = Output([Completion(0, [7, 2], routed_experts=chosen)])
+    (rollout,) = requests.to_group(prompt(), output, decode=decode, has_experts=True).rollouts
+    group = requests.to_group(prompt(), output, decode=decode, has_experts=True)
+    (sample,) = to_samples([group])
+    assert sample.experts is not None
+    assert np.array_equal(sample.experts, chosen)
+    assert truncate(rollout.segments[0], 1).experts is not None
+    (plain,) = requests.to_group(prompt(), output, decode=decode).rollouts
+    assert plain.segments[0].experts is None, "nobody asked for them"
+    for wrong in (None, chosen[:4]):
+        output = Output([Completion(0, [7, 2], routed_experts=wrong)])
+        with pytest.raises(SyncError, match=r"recorded the experts of (no|4) tokens instead of 5"):
+            requests.to_group(prompt(), output, decode=decode, has_experts=True)
 
 
 def test_responses_become_rollouts_in_the_order_of_their_seeds() -> None:
