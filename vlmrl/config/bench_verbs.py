@@ -179,7 +179,7 @@ class StepBench(VerbConfig):
         return [
             *conflicts,
             *ds.conflicts_of_ds(self.ds, loop),
-            *ds.conflicts_of_sequence(self.ds, {}),
+            *ds.conflicts_of_sequence(self.ds, {}, aux_loss_coef=self.actor.aux_loss_coef),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 

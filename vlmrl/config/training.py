@@ -79,7 +79,7 @@ class TrainingConfig(VerbConfig):
             *actor.conflicts_of_model(self.actor),
             *data.conflicts_of_data(self.data),
             *ds.conflicts_of_ds(self.ds, self.train),
-            *ds.conflicts_of_sequence(self.ds, self._num_ranks),
+            *ds.conflicts_of_sequence(self.ds, self._num_ranks, aux_loss_coef=self.actor.aux_loss_coef),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 

@@ -104,6 +104,10 @@ def test_the_defaults_agree_with_each_other() -> None:
             )
             for attention in ("sdpa", "eager")
         ),
+        (
+            {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 2, "actor.aux_loss_coef": 0.01},
+            "actor.aux_loss_coef is not built yet for ds.sequence_parallel_size 2",
+        ),
         ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest response"),
         ({"reward.functions": {}}, "there is no reward"),
         ({"reward.functions": {"maths": 1.0}}, "there are math, exact, format"),

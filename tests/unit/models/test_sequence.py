@@ -15,6 +15,7 @@ from vlmrl.data.packing import Pack, make_pack
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.attention import PACKED
+from vlmrl.models.experts import use_experts
 from vlmrl.models.inputs import model_inputs, states_at
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
@@ -27,7 +28,7 @@ Make = Callable[..., Any]
 
 OURS = {"": PACKED, "text_config": PACKED, "vision_config": "sdpa"}
 PLAN = "attention_plan"
-FAMILIES: list[Family] = ["qwen3", "qwen2_5_vl", "qwen3_vl"]
+FAMILIES: list[Family] = ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe"]
 LAYOUTS: list[Layout] = ["packed", "shared", "padded"]
 
 
@@ -44,7 +45,7 @@ def world() -> SequenceGroup:
 
 def pack_of(group: Make, family: Family, layout: Layout, parity: int) -> Pack:
     """Groups with no image, one and three, in rows of an even or odd number of tokens."""
-    images = 0 if family == "qwen3" else 1
+    images = 1 if "_vl" in family else 0
     for extra in (0, 1):
         samples = [
             *group(family, 0, 1, (5, 2, 9)),
@@ -101,6 +102,7 @@ def in_fp64(net: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+    use_experts(net, "eager")  # the default has no fp64
     return net.double().eval()
 
 
