@@ -47,6 +47,7 @@ def policy(
     four_bit: bool = False,
     ema_beta: float | None = None,
     sequence: int = 1,
+    experts: int = 1,
     **actor: Any,
 ) -> Any:
     from vlmrl.learning.settings import PolicySettings
@@ -61,6 +62,7 @@ def policy(
             adam_offload=offload,
             load_in_4bit=four_bit,
             sequence_parallel_size=sequence,
+            expert_parallel_size=experts,
         ),
         loop=Loop(timeout_s=120),
         columns=Columns(),
@@ -204,7 +206,7 @@ def update(
     kl_coef: float = 0.0,
     **settings: Any,
 ) -> None:
-    """Take two optimizer steps; write weights and metrics to `out`, the model to `save`.
+    """Take two optimizer steps; write weights and metrics to `out`, the model, or its average, to `save`.
 
     With `look`, after passes that an update would make and that are thrown away. With `warm`, after one in which rank 0
     has met all the images that it will meet again, and the others none of theirs. With `prove`, after passes in fp32
@@ -228,7 +230,8 @@ def update(
     metrics = _train(learner, old, cut, steps, kl_coef=kl_coef)
     _write(out, learner, metrics)
     if save:
-        learner.save_model(Path(save))
+        write = learner.save_model if learner._average is None else learner.save_average
+        write(Path(save))
 
 
 def _prove(out: Path, learner: Any, rows: Sequence[Sample], packs: Sequence[Pack]) -> None:

@@ -146,6 +146,7 @@ class StepBench(VerbConfig):
         frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
         | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
         | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm", "ds.enable_sleep"})
+        | frozenset({"ds.expert_parallel_size"})
         | all_but(OneStep, "train", "seed", "micro_batch_size", "max_tokens_per_gpu", "full_determinism_enable")
     )
 
@@ -193,7 +194,7 @@ class SftBench(VerbConfig):
         frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
         | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
         | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm", "ds.enable_sleep"})
-        | frozenset({"ds.sequence_parallel_size", "ds.ring_attn_size"})
+        | frozenset({"ds.sequence_parallel_size", "ds.ring_attn_size", "ds.expert_parallel_size"})
         | all_but(Loop, "train", "seed", "max_tokens_per_gpu", "full_determinism_enable")
     )
 

@@ -36,6 +36,9 @@ class Ds(Section):
     experts_implementation: Literal["auto", "eager", "batched_mm", "grouped_mm"] = "auto"
     """Kernel of mixtures of experts: `eager` applies one expert after the other, `batched_mm` copies the weights for
     each token, `grouped_mm` is one product for all; auto is `grouped_mm` where it runs."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks over which the experts of each layer are spread (arXiv:2006.16668): each holds a share of them, and tokens
+    travel to theirs and back. The number of ranks is a multiple of it."""
     use_liger_kernel: bool = False
     """Fused norms and feed-forward layers by Liger, on CUDA. The logits of all tokens are never held at once anyway."""
     packing_samples: bool | None = None

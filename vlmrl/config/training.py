@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from vlmrl.config import actor, adapters, agent, ckpt, data, ds, vision
+from vlmrl.config import actor, adapters, agent, ckpt, data, ds, experts, vision
 from vlmrl.config.actor import Model
 from vlmrl.config.agent import Agent
 from vlmrl.config.base import Unread
@@ -74,12 +74,18 @@ class TrainingConfig(VerbConfig):
             "actor.num_nodes x actor.num_gpus_per_node": self.actor.num_nodes * self.actor.num_gpus_per_node,
         }
 
+    @property
+    def _zero_stages(self) -> dict[str, tuple[int | None, str]]:
+        """For each trained model: the setting of its ZeRO stage -> that stage, and the optimizer."""
+        return {"ds.zero_stage": (self.ds.zero_stage, self.actor.optim)}
+
     def conflicts(self) -> list[str]:
         return [
             *actor.conflicts_of_model(self.actor),
             *data.conflicts_of_data(self.data),
             *ds.conflicts_of_ds(self.ds, self.train),
             *ds.conflicts_of_sequence(self.ds, self._num_ranks, aux_loss_coef=self.actor.aux_loss_coef),
+            *experts.conflicts_of_experts(self.ds, self._num_ranks, self._zero_stages),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 

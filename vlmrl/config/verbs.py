@@ -159,11 +159,9 @@ class RlConfig(TrainingConfig, AgentConfig):
 
     @property
     def _zero_stages(self) -> dict[str, tuple[int | None, str]]:
-        """For each trained model: the setting of its ZeRO stage -> that stage, and the optimizer."""
-        stages: dict[str, tuple[int | None, str]] = {"ds.zero_stage": (self.ds.zero_stage, self.actor.optim)}
-        if self.has_critic:
-            stages["critic.zero_stage"] = (self.resolved_critic.zero_stage, self.critic.optim)
-        return stages
+        if not self.has_critic:
+            return super()._zero_stages
+        return super()._zero_stages | {"critic.zero_stage": (self.resolved_critic.zero_stage, self.critic.optim)}
 
     @property
     def _num_ranks(self) -> dict[str, int]:

@@ -36,6 +36,7 @@ from vlmrl.learning.deepspeed_engine import (
     uses_plain_optimizer,
 )
 from vlmrl.learning.ema import Ema
+from vlmrl.learning.expert_shares import spread_experts
 from vlmrl.learning.forward import ForwardOptions, ModelForward
 from vlmrl.learning.optimizers import set_schedule_step
 from vlmrl.models.adapter_files import Base, base_fingerprint, check_base, load_adapter_tensors, read_adapter
@@ -93,6 +94,8 @@ class TrainableModel:
             if self._sequence is not None:
                 check_sequence_parallel(self._net, self._sequence.size)
             freeze(self._net, self._processor, vision=model.freeze_visual_encoder, projector=model.freeze_projector)
+            if ds.expert_parallel_size > 1:
+                spread_experts(self._net, ds.expert_parallel_size)
             self._adapted = None if adapter is None else _adapt(self._net, adapter, model, ds)
 
     def _start_engine(self, module: nn.Module, *, total_steps: int, vision: Vision) -> ForwardOptions:

@@ -19,6 +19,7 @@ from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
 from vlmrl.learning.checkpoint_checksums import write_checksums
 from vlmrl.learning.ema import Ema
+from vlmrl.learning.expert_shares import load_shares, save_shares
 from vlmrl.learning.safe_load import safe_load
 from vlmrl.learning.weights import NamedTensors, saved_tensors, whole_tensors
 from vlmrl.models.adapter_files import Base, write_adapter
@@ -71,6 +72,7 @@ def save_state(
         engine.save_checkpoint(str(path), tag=_TAG, exclude_frozen_parameters=adapted is not None)
         if hook is not None:
             hook.remove()
+        save_shares(net, path)
         if average is not None:
             average.save(path)
         torch.save(_random_state(), _random_file(path))
@@ -111,6 +113,7 @@ def load_state(
     path, _ = engine.load_checkpoint(str(folder), tag=_TAG, custom_load_fn=load)
     if path is None:
         raise ConfigError(f"{folder} lacks the state of its ranks: delete it and resume from an older checkpoint")
+    load_shares(net, folder)
     _restore_settings(engine, settings)
     if average is not None:
         average.load(folder)
@@ -243,6 +246,7 @@ def _identity(net: PreTrainedModel, ds: Ds, optim: Mapping[str, str], adapted: A
         "ds.zero_stage": ds.zero_stage,
         "ds.param_dtype": ds.param_dtype,
         "ds.load_in_4bit": ds.load_in_4bit,
+        "ds.expert_parallel_size": ds.expert_parallel_size,
         "ds.lora.rank": 0,
         **optim,
     }
@@ -258,8 +262,8 @@ def _identity(net: PreTrainedModel, ds: Ds, optim: Mapping[str, str], adapted: A
 
 def _check_identity(stored: dict[str, Any], expected: dict[str, Any], folder: Path) -> None:
     for name, now in expected.items():
-        # Older checkpoints lack the keys of adapters and of the optimizer.
-        was = stored.get(name, now if name.endswith(".optim") else 0)
+        # Older checkpoints lack the keys of adapters, of spread experts and of the optimizer.
+        was = stored.get(name, now if name.endswith(".optim") else int(name == "ds.expert_parallel_size"))
         if name not in ("model", "trained", "base") and was != now:
             raise ConfigError(
                 f"{folder} was written with {name} {was}, this run has {now}: "

@@ -28,6 +28,7 @@ from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.learning import rendezvous
+from vlmrl.learning.expert_shares import marked
 from vlmrl.learning.optimizers import make_optimizer, make_schedule
 from vlmrl.learning.safe_load import use_safe_load
 from vlmrl.models.quantize import true_shape
@@ -168,13 +169,16 @@ def start_engine(module: nn.Module, *, actor: Model, ds: Ds, total_steps: int) -
     """
     if not any(p.requires_grad for p in module.parameters()):
         raise ConfigError("every parameter of the model is frozen, so there is nothing to train: unfreeze a part of it")
-    engine, _, _, _ = deepspeed.initialize(
-        model=module,
-        optimizer=make_optimizer(module, actor=actor, where=device()),
-        lr_scheduler=lambda inner: make_schedule(inner, actor=actor, total_steps=total_steps),
-        config=engine_config(module, actor=actor, ds=ds),
-        dist_init_required=False,
-    )
+    with marked(module):
+        engine, _, _, _ = deepspeed.initialize(
+            model=module,
+            optimizer=make_optimizer(module, actor=actor, where=device()),
+            lr_scheduler=lambda inner: make_schedule(inner, actor=actor, total_steps=total_steps),
+            config=engine_config(module, actor=actor, ds=ds),
+            dist_init_required=False,
+        )
+    # Checkpoints have files of our own for experts, not DeepSpeed's, one per expert and layer.
+    engine.has_moe_layers = False
     use_safe_load(engine)
     return engine
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vlmrl.errors import ConfigError
 from vlmrl.learning.safe_load import safe_load
+from vlmrl.models.expert_parallel import is_shared
 from vlmrl.models.quantize import true_shape
 
 
@@ -104,11 +105,11 @@ class Ema:
 def _owners(trained: Mapping[str, nn.Parameter], world_size: int) -> dict[str, int]:
     """Assign each parameter to the rank that averages it, largest first, to the rank with the least so far.
 
-    Shards have no owner: each rank averages its own.
+    Shards, and experts that are spread over the ranks, have no owner: each rank averages its own.
     """
     owners: dict[str, int] = {}
     loads = [0] * world_size
-    whole = {name: math.prod(true_shape(p)) for name, p in trained.items() if not hasattr(p, "ds_id")}
+    whole = {name: math.prod(true_shape(p)) for name, p in trained.items() if not (hasattr(p, "ds_id") or is_shared(p))}
     for name in sorted(whole, key=lambda name: (-whole[name], name)):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += whole[name]

@@ -9,6 +9,8 @@ from torch import nn
 
 from vlmrl.config.actor import Model
 from vlmrl.errors import ConfigError
+from vlmrl.learning.expert_shares import optimizer_keys
+from vlmrl.models.expert_parallel import is_shared
 from vlmrl.models.quantize import true_shape
 
 _BITSANDBYTES = {
@@ -83,12 +85,16 @@ def _muon(module: nn.Module, *, actor: Model, where: torch.device) -> torch.opti
 
 
 def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Group the trainable parameters: no weight decay for biases and norms, which have one dimension."""
+    """Group the trainable parameters: no weight decay for biases and norms, which have one dimension; experts that are
+    spread over the ranks by themselves."""
     trainable = [p for p in module.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if len(true_shape(p)) > 1]
-    vectors = [p for p in trainable if len(true_shape(p)) <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups: list[dict[str, Any]] = []
+    for is_matrix, decay in ((True, weight_decay), (False, 0.0)):
+        for experts in (False, True):
+            params = [p for p in trainable if (len(true_shape(p)) > 1) == is_matrix and is_shared(p) == experts]
+            if params:
+                groups.append({"params": params, "weight_decay": decay, **optimizer_keys(params[0])})
+    return groups
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, *, actor: Model, total_steps: int) -> Any:

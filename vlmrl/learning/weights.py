@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import deepspeed
@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.adapters import adapter_tensors, delta
+from vlmrl.models.expert_parallel import is_shared, whole_experts
 from vlmrl.models.quantize import dequantized, is_four_bit, true_dtype, true_shape
 from vlmrl.models.shared_memory import Outbox, Ticket, open_ticket
 from vlmrl.models.weight_buckets import Bucket, device_digest, fingerprint
@@ -68,16 +69,22 @@ def split_by_bytes(tensors: Sequence[tuple[str, Tensor]], *, max_bytes: int) -> 
     return runs
 
 
-def gathered(tensors: NamedTensors, *, adapters_of: PreTrainedModel | None = None) -> AbstractContextManager[None]:
+@contextmanager
+def gathered(tensors: NamedTensors, *, adapters_of: PreTrainedModel | None = None) -> Iterator[None]:
     """Gather the tensors on every rank within the context, and with `adapters_of` their adapters in that model. A
     collective."""
     needed = [tensor for _, tensor in tensors]
     if adapters_of is not None:
         layers = [layer for name, _ in tensors if (layer := adapted_layer(adapters_of, name)) is not None]
         needed += [p for layer in layers for name, p in layer.named_parameters() if name.startswith("lora_")]
-    sharded = [tensor for tensor in needed if hasattr(tensor, "ds_id")]
-    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(sharded) if sharded else nullcontext()
-    return context
+    with ExitStack() as stack:
+        # Experts that are spread over the ranks are sharded over fewer of them.
+        for experts in (False, True):
+            sharded = [t for t in needed if hasattr(t, "ds_id") and is_shared(t) == experts]
+            if sharded:
+                stack.enter_context(deepspeed.zero.GatheredParameters(sharded))
+        stack.enter_context(whole_experts([tensor for tensor in needed if is_shared(tensor)]))
+        yield
 
 
 def checkpoint_tensors(net: PreTrainedModel, tensors: NamedTensors, *, merge: bool) -> NamedTensors:
@@ -134,7 +141,8 @@ def _whole(net: PreTrainedModel, name: str, tensor: Tensor, *, merge: bool) -> T
 
 def _on_cpu(tensor: Tensor) -> Tensor:
     # A gathered tensor is released again, so it must be copied even if it is on the CPU.
-    return dequantized(tensor).to("cpu", copy=hasattr(tensor, "ds_id") and not is_four_bit(tensor))
+    is_gathered = hasattr(tensor, "ds_id") or is_shared(tensor)
+    return dequantized(tensor).to("cpu", copy=is_gathered and not is_four_bit(tensor))
 
 
 class DeviceSender(Protocol):

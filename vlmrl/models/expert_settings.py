@@ -19,12 +19,15 @@ def check_experts(actor: Model, ds: Ds, *, replays: bool = False) -> None:
     named = ["actor.aux_loss_coef"] * bool(actor.aux_loss_coef)
     named += ["ds.experts_implementation"] * is_given(ds, "experts_implementation")
     named += ["algo.routing_replay"] * replays
+    named += ["ds.expert_parallel_size"] * (ds.expert_parallel_size > 1)
     if not named and not ds.load_in_4bit:
         return
+    from vlmrl.models.expert_parallel import check_expert_parallel
     from vlmrl.models.experts import routers
     from vlmrl.models.load import skeleton
 
-    has_experts = bool(routers(skeleton(actor.model_name_or_path, trust_remote_code=actor.trust_remote_code)))
+    net = skeleton(actor.model_name_or_path, trust_remote_code=actor.trust_remote_code)
+    has_experts = bool(routers(net))
     if named and not has_experts:
         raise ConfigError(NO_EXPERTS.format(named[0]))
     if ds.load_in_4bit and has_experts:
@@ -32,3 +35,4 @@ def check_experts(actor: Model, ds: Ds, *, replays: bool = False) -> None:
             "ds.load_in_4bit: bitsandbytes has 4 bits for linear layers only, and this model's experts, nearly all of "
             "its weights, are none: train adapters without it"
         )
+    check_expert_parallel(net, ds.expert_parallel_size)

@@ -118,7 +118,7 @@ def true_shape(tensor: Tensor) -> tuple[int, ...]:
     """Shape of the unsharded, dequantized tensor."""
     if is_four_bit(tensor):
         return tuple(tensor.quant_state.shape)  # type: ignore[attr-defined]
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+    return tuple(getattr(tensor, "whole_shape", getattr(tensor, "ds_shape", tensor.shape)))
 
 
 def true_dtype(tensor: Tensor) -> torch.dtype:

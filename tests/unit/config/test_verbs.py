@@ -108,6 +108,25 @@ def test_the_defaults_agree_with_each_other() -> None:
             {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 2, "actor.aux_loss_coef": 0.01},
             "actor.aux_loss_coef is not built yet for ds.sequence_parallel_size 2",
         ),
+        ({"ds.expert_parallel_size": 2}, "ds.expert_parallel_size 2 does not divide the 1 rank of actor"),
+        *(
+            (
+                {"ds.expert_parallel_size": 2, "actor.num_gpus_per_node": 2, **more},
+                f"ds.expert_parallel_size 2 {message}",
+            )
+            for more, message in (
+                ({"ds.zero_stage": 0}, "needs ds.zero_stage 1, 2 or 3"),
+                (
+                    {"algo.advantage.estimator": "gae", "critic.num_gpus_per_node": 2, "critic.zero_stage": 0},
+                    "needs critic.zero_stage 1, 2 or 3",
+                ),
+                ({"actor.optim": "muon"}, "is not built yet for actor.optim muon"),
+                ({"ds.lora.rank": 4}, "spreads trained experts"),
+                ({"ds.sequence_parallel_size": 2}, "is not built yet for ds.sequence_parallel_size 2"),
+                ({"ds.adam_offload": True}, "is not built yet for ds.adam_offload"),
+                ({"ds.enable_sleep": True, "train.colocate_all": True}, "is not built yet for ds.enable_sleep"),
+            )
+        ),
         ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest response"),
         ({"reward.functions": {}}, "there is no reward"),
         ({"reward.functions": {"maths": 1.0}}, "there are math, exact, format"),

@@ -108,6 +108,11 @@ def test_settings_of_experts_need_experts(folder: Callable[..., Path]) -> None:
         check_experts(dense, Ds(), replays=True)
     with pytest.raises(ConfigError, match=r"ds\.load_in_4bit"):
         check_experts(mixture, Ds(load_in_4bit=True))
+    check_experts(mixture, Ds(expert_parallel_size=4))
+    with pytest.raises(ConfigError, match=r"ds\.expert_parallel_size is for mixtures"):
+        check_experts(dense, Ds(expert_parallel_size=2))
+    with pytest.raises(ConfigError, match="8 does not divide the 4 experts of a layer: use one of 1, 2, 4"):
+        check_experts(mixture, Ds(expert_parallel_size=8))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
