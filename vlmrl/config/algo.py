@@ -28,7 +28,6 @@ from vlmrl.config.built_in import (
     quoted,
 )
 from vlmrl.config.distill import Distill
-from vlmrl.config.ds import Ds
 from vlmrl.config.names import settings
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.train import TrainRl
@@ -174,7 +173,7 @@ class Algo(Section):
         return self
 
 
-def conflicts_of_replay(algo: Algo, vllm: Vllm, ds: Ds, *, is_async: bool, has_agent: bool) -> list[str]:
+def conflicts_of_replay(algo: Algo, vllm: Vllm, *, is_async: bool, has_agent: bool) -> list[str]:
     if not algo.routing_replay:
         return []
     conflicts = []
@@ -182,11 +181,6 @@ def conflicts_of_replay(algo: Algo, vllm: Vllm, ds: Ds, *, is_async: bool, has_a
         conflicts.append("algo.routing_replay is not built yet for conversations with an environment: turn it off")
     if is_async:
         conflicts.append("algo.routing_replay is not built yet for responses across weight syncs: turn it off")
-    if ds.sequence_parallel_size > 1:
-        conflicts.append(
-            f"algo.routing_replay is not built yet for ds.sequence_parallel_size {ds.sequence_parallel_size}, where a "
-            "rank has a part of the tokens: leave one of them out"
-        )
     if not vllm.enable_prefix_caching:
         conflicts.append("algo.routing_replay: vLLM records experts only with vllm.enable_prefix_caching: turn that on")
     return conflicts

@@ -180,7 +180,7 @@ class StepBench(VerbConfig):
         return [
             *conflicts,
             *ds.conflicts_of_ds(self.ds, loop),
-            *ds.conflicts_of_sequence(self.ds, {}, aux_loss_coef=self.actor.aux_loss_coef),
+            *ds.conflicts_of_sequence(self.ds, {}),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 

@@ -94,7 +94,7 @@ def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
     return conflicts
 
 
-def conflicts_of_sequence(ds: Ds, num_ranks: dict[str, int], *, aux_loss_coef: float) -> list[str]:
+def conflicts_of_sequence(ds: Ds, num_ranks: dict[str, int]) -> list[str]:
     """`num_ranks`: for each trained model, the settings of its ranks -> their number."""
     size = ds.sequence_parallel_size
     if size == 1:
@@ -109,11 +109,6 @@ def conflicts_of_sequence(ds: Ds, num_ranks: dict[str, int], *, aux_loss_coef: f
         conflicts.append(
             f"ds.attn_implementation {ds.attn_implementation} would let the samples of a pack attend to each other "
             f"with ds.sequence_parallel_size {size}: use auto"
-        )
-    if aux_loss_coef:
-        conflicts.append(
-            f"actor.aux_loss_coef is not built yet for ds.sequence_parallel_size {size}, where a rank has a part of "
-            "the tokens that the loss averages over: leave one of them out"
         )
     return conflicts
 

@@ -84,7 +84,7 @@ class TrainingConfig(VerbConfig):
             *actor.conflicts_of_model(self.actor),
             *data.conflicts_of_data(self.data),
             *ds.conflicts_of_ds(self.ds, self.train),
-            *ds.conflicts_of_sequence(self.ds, self._num_ranks, aux_loss_coef=self.actor.aux_loss_coef),
+            *ds.conflicts_of_sequence(self.ds, self._num_ranks),
             *experts.conflicts_of_experts(self.ds, self._num_ranks, self._zero_stages),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]

@@ -180,9 +180,7 @@ class RlConfig(TrainingConfig, AgentConfig):
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
             *agent.conflicts_of_videos(self.data, has_agent=self.has_agent),
             *algo.conflicts_of_batch(self.rollout, self.train, self.algo, rewards_vary=self._estimator_has_input),
-            *algo.conflicts_of_replay(
-                self.algo, self.vllm, self.ds, is_async=self.train.async_enable, has_agent=self.has_agent
-            ),
+            *algo.conflicts_of_replay(self.algo, self.vllm, is_async=self.train.async_enable, has_agent=self.has_agent),
             *algo.conflicts_of_correction(self.actor, self.algo.advantage),
             *(() if self.has_teacher else reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent)),
             *(self._conflicts_of_teacher() if self.has_teacher else ()),

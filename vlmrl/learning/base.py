@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,7 +46,7 @@ from vlmrl.models.adapters import inject_adapter
 from vlmrl.models.buffers import check_buffers
 from vlmrl.models.experts import RouterLogits
 from vlmrl.models.load import freeze, trainable_table
-from vlmrl.models.sequence import check_sequence_parallel
+from vlmrl.models.sequence import check_sequence_parallel, sum_once
 from vlmrl.observe.metrics import Mean, Metric
 from vlmrl.plugins import Processor
 
@@ -106,7 +107,7 @@ class TrainableModel:
         """
         self._table = trainable_table(self._net, self._processor)
         self._total_steps = total_steps
-        self._router_logits = RouterLogits(self._net) if self._model.aux_loss_coef else None
+        self._router_logits = RouterLogits(self._net, self._sequence) if self._model.aux_loss_coef else None
         if self._model.gradient_checkpointing_enable:
             self._checkpoint_activations(reentrant=self._model.gradient_checkpointing_reentrant)
         self._engine = start_engine(module.train(), actor=self._model, ds=self._ds, total_steps=total_steps)
@@ -210,8 +211,8 @@ class TrainableModel:
         self._engine.set_gradient_accumulation_boundary(number == of)
         total = share * self._world_size
         if balance is not None:
-            # Not a sum over tokens: the loss of a pack, of which the mean is taken over packs and ranks.
-            total = total + self._model.aux_loss_coef / of * balance
+            # Not a sum over tokens: the loss of a pack, of which the mean is taken over packs and groups of ranks.
+            total = total + self._model.aux_loss_coef * self._ds.sequence_parallel_size / of * balance
         self._engine.backward(total)
         # Shares add up over packs and groups of ranks with the same packs, of which one rank each reports. The mean is
         # over groups and steps, so `_step` adds the weight, once.
@@ -224,7 +225,8 @@ class TrainableModel:
             return None
         is_token = self._place(pack, [np.ones(len(s.tokens), dtype=np.bool_) for s in pack.samples], fill=False)
         logits, is_token = self._router_logits.take(is_token)
-        return load_balance_loss(logits, is_token, top_k=self._router_logits.top_k)
+        add_up = None if self._sequence is None else partial(sum_once, group=self._sequence)
+        return load_balance_loss(logits, is_token, top_k=self._router_logits.top_k, add_up=add_up)
 
     def _set_progress(self, span: tuple[float, float] | None) -> None:
         """Set the learning rate of the next optimizer step from the run's progress, from 0 to 1, if it is known."""

@@ -203,9 +203,8 @@ class ModelForward:
             self.replays_experts = replays
 
     def take_replay_counts(self) -> Tensor:
-        """[2] replayed choices since the last call: those that replaced another, and all."""
-        replay = self._module.expert_replay
-        return torch.zeros(2) if replay is None else replay.take_counts()
+        """[2] replayed choices since the last call; see `Backbone.take_replay_counts`."""
+        return self._module.take_replay_counts()
 
     def share_cache(self, other: ModelForward) -> None:
         """Start an empty cache together with `other`, whose tower must have the same weights."""

@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from vlmrl.errors import ConfigError
 from vlmrl.models.expert_settings import NO_EXPERTS
+from vlmrl.models.sequence import SequenceGroup, SequenceShard
 
 Implementation = Literal["auto", "eager", "batched_mm", "grouped_mm"]
 
@@ -54,12 +55,13 @@ def use_experts(net: PreTrainedModel, implementation: Implementation) -> None:
 class RouterLogits:
     """The logits of all routers in the model's last pass with a gradient."""
 
-    def __init__(self, net: PreTrainedModel) -> None:
-        """Raises ConfigError when the model has no experts."""
+    def __init__(self, net: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
+        """`sequence`: ranks that share the tokens of every pass. Raises ConfigError when the model has no experts."""
         found = routers(net)
         if not found:
             raise ConfigError(NO_EXPERTS.format("actor.aux_loss_coef"))
         self.top_k = int(net.config.get_text_config().num_experts_per_tok)
+        self._sequence = sequence
         self._logits: list[Tensor] = []
         self._shape = (0, 0)
         self._is_recording = False
@@ -69,10 +71,12 @@ class RouterLogits:
 
     def take(self, is_token: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [L, N, E], and `is_token` [B, T] for the same N positions: the model may have seen more
-        rows and columns than it has, all of them padding."""
+        rows and columns than it has, all of them padding. With a sequence group, the positions of this rank."""
         logits = torch.stack([rows.flatten(0, -2) for rows in self._logits])
         mask = torch.zeros(self._shape, dtype=torch.bool, device=logits.device)
         mask[: is_token.shape[0], : is_token.shape[1]] = is_token
+        if self._sequence is not None:
+            mask = SequenceShard(self._sequence, mask.shape[1]).take(mask, 1)
         self._logits, self._is_recording = [], False
         return logits, mask.flatten()
 

@@ -14,7 +14,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.models.divergence import TeacherRows, token_divergence
 from vlmrl.models.expert_replay import ExpertReplay
 from vlmrl.models.logprobs import ScoringHead
-from vlmrl.models.sequence import SequenceGroup, SequenceShard, sliced_inputs
+from vlmrl.models.sequence import SequenceGroup, SequenceShard, sliced_inputs, sum_once
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -75,6 +75,8 @@ class Backbone(nn.Module):
                 kind: _encoder_outputs([by_hash[name] for name in names]) for kind, names in places.items() if names
             }
         experts = inputs.pop("experts", None)
+        if experts is not None and shard is not None:
+            experts = shard.take(experts + 1, 1) - 1  # none on padding
         if experts is not None and self.expert_replay is None:
             self.expert_replay = ExpertReplay(self.net)
         if self.expert_replay is not None:
@@ -96,6 +98,14 @@ class Backbone(nn.Module):
             is_own, _ = shard.owned(inputs["previous"])
             values = shard.gather(values, is_own)
         return scatter_scored(values, inputs["scored"])
+
+    def take_replay_counts(self) -> Tensor:
+        """[2] replayed choices since the last call: those that replaced another, and all. With a sequence group, those
+        of all its ranks: a collective."""
+        if self.expert_replay is None:
+            return torch.zeros(2)
+        counts = self.expert_replay.take_counts().to(self.net.device)
+        return counts if self._sequence is None else sum_once(counts, self._sequence)
 
     def _shard(self, inputs: dict[str, Any]) -> SequenceShard | None:
         return None if self._sequence is None else SequenceShard(self._sequence, inputs["input_ids"].shape[1])

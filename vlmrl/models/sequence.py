@@ -172,13 +172,19 @@ class SequenceShard:
         The gradient of a rank's values is that of its own loss, which is the whole loss on every rank.
         """
         whole = torch.zeros(is_own.shape, dtype=values.dtype, device=values.device).masked_scatter(is_own, values)
-        summed: Tensor = _SumOnce.apply(whole, self.group)  # type: ignore[no-untyped-call]
-        return summed
+        return sum_once(whole, self.group)
 
     def _exchange(self, chunks: Tensor) -> Tensor:
         """[S, ...] -> [S, ...]: chunk i goes to rank i."""
         received: Tensor = _Exchange.apply(chunks, self.group)  # type: ignore[no-untyped-call]
         return received
+
+
+def sum_once(values: Tensor, group: SequenceGroup) -> Tensor:
+    """Sum values over the ranks of a group, each of which computes the whole loss from the sums: the gradient of a
+    rank's values is that of its own loss. A collective."""
+    summed: Tensor = _SumOnce.apply(values, group)  # type: ignore[no-untyped-call]
+    return summed
 
 
 class _Exchange(torch.autograd.Function):

@@ -64,10 +64,6 @@ def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
             "--algo.routing_replay --train.agent_func_path a.py",
             "algo.routing_replay is not built yet for conversations",
         ),
-        (
-            "--algo.routing_replay --ds.sequence_parallel_size 2 --actor.num_gpus_per_node 2",
-            "algo.routing_replay is not built yet for ds.sequence_parallel_size 2",
-        ),
         # Corrections.
         (
             f"{CORRECTED} --algo.advantage.is_correction_threshold 5 0.5",

@@ -104,10 +104,6 @@ def test_the_defaults_agree_with_each_other() -> None:
             )
             for attention in ("sdpa", "eager")
         ),
-        (
-            {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 2, "actor.aux_loss_coef": 0.01},
-            "actor.aux_loss_coef is not built yet for ds.sequence_parallel_size 2",
-        ),
         ({"ds.expert_parallel_size": 2}, "ds.expert_parallel_size 2 does not divide the 1 rank of actor"),
         *(
             (

@@ -1,6 +1,9 @@
 """Ranks that share the tokens of a pack compute what one rank does."""
 
+import copy
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,18 +14,19 @@ from forked_ranks import on_ranks
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vlmrl.data.packing import Pack, make_pack
+from vlmrl.algorithms.load_balance import load_balance_loss
+from vlmrl.data.packing import Pack, make_pack, place
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.attention import PACKED
-from vlmrl.models.experts import use_experts
+from vlmrl.models.experts import RouterLogits, use_experts
 from vlmrl.models.inputs import model_inputs, states_at
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
-from vlmrl.models.sequence import SequenceGroup, SequenceShard, check_sequence_parallel
+from vlmrl.models.sequence import SequenceGroup, SequenceShard, check_sequence_parallel, sum_once
 from vlmrl.models.tiny import Family
 from vlmrl.models.value_head import ValueModel, value_net
-from vlmrl.types import Layout
+from vlmrl.types import Layout, Sample
 
 Make = Callable[..., Any]
 
@@ -118,20 +122,17 @@ def compare(
 
 # Models of 4 heads and 2 key heads: four ranks repeat the key heads.
 @pytest.mark.parametrize(("size", "layouts"), [(2, LAYOUTS), (4, ["shared"])])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_are_those_of_one_rank(
-    reader: Make, group: Make, tmp_path: Path, size: int, layouts: list[Layout]
+    reader: Make, group: Make, tmp_path: Path, family: Family, size: int, layouts: list[Layout]
 ) -> None:
-    nets, cases = {}, []
-    for family in FAMILIES:
-        path = tiny.build(family, tmp_path / family, size="tiny")
-        nets[family] = in_fp64(load_model(str(path), dtype=torch.float32, attn_implementation=OURS))
-        for layout in layouts:
-            for parity in (0, 1):
-                pack = pack_of(group, family, layout, parity)
-                cases.append((nets[family], model_inputs(nets[family], reader(family), pack)))
+    path = tiny.build(family, tmp_path / family, size="tiny")
+    net = in_fp64(load_model(str(path), dtype=torch.float32, attn_implementation=OURS))
+    packs = [pack_of(group, family, layout, parity) for layout in layouts for parity in (0, 1)]
+    cases = [model_inputs(net, reader(family), pack) for pack in packs]
 
     def work(sequence: SequenceGroup | None) -> list[Run]:
-        return [scored(net, inputs, sequence) for net, inputs in cases]
+        return [scored(net, inputs, sequence) for inputs in cases]
 
     compare(tmp_path / "ranks", size, work)
 
@@ -178,6 +179,37 @@ def test_a_value_head_a_recomputed_pass_and_a_rank_without_a_scored_token(
         ]
 
     compare(tmp_path / "ranks", 2, work)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_load_balance_loss_and_replayed_experts_too(
+    reader: Make, group: Make, net: Make, tmp_path: Path, layout: Layout
+) -> None:
+    """Each rank routes its own tokens: the loss adds up their choices, and each takes its tokens' recorded experts."""
+    family: Family = "qwen3_vl_moe"
+    model = in_fp64(net(family, attention=OURS))
+    pack = pack_of(group, family, layout, 1)
+    rng = np.random.default_rng(0)
+
+    def record(sample: Sample) -> Sample:
+        chosen = rng.permuted(np.tile(np.arange(4), (len(sample.tokens) - 1, 2, 1)), axis=-1)
+        return dataclasses.replace(sample, experts=chosen[:, :, :2].astype(np.int16))
+
+    pack = dataclasses.replace(pack, samples=tuple(map(record, pack.samples)))
+    inputs = model_inputs(model, reader(family), pack, replays_experts=True)
+    is_token = place(pack, [np.ones(len(sample.tokens), dtype=np.bool_) for sample in pack.samples], False)
+
+    def work(sequence: SequenceGroup | None) -> list[Run]:
+        hooked = copy.deepcopy(model)
+        recorder, scorer = RouterLogits(hooked, sequence), Scorer(hooked, sequence)
+        out = scorer(dict(inputs))
+        logits, own = recorder.take(is_token)
+        add_up = None if sequence is None else partial(sum_once, group=sequence)
+        loss = load_balance_loss(logits, own, top_k=recorder.top_k, add_up=add_up)
+        counts = scorer.take_replay_counts()
+        return [differentiated(hooked, loss + out.logprobs.square().mean(), [loss, out.logprobs, counts])]
+
+    compare(tmp_path / "ranks", 2, work, tolerance=2e-6)
 
 
 def test_a_core_that_ignores_the_plan_mixes_samples(reader: Make, group: Make, net: Make, tmp_path: Path) -> None:
