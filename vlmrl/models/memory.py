@@ -97,7 +97,8 @@ def trainer_memory(
 ) -> RoleMemory:
     """Estimate a rank that trains on packs of this many tokens and vision patches, on `device` (cpu or cuda).
 
-    The ranks of `ds.sequence_parallel_size` share the tokens of a pack. `role` is actor or critic. `has_average`: the
+    The ranks of `ds.sequence_parallel_size` share the tokens of a pack, those of `ds.expert_parallel_size` the experts
+    of each layer. `role` is actor or critic. `has_average`: the
     ranks together keep a moving average of the weights in fp32.
     """
     s = _BYTES[ds.param_dtype]
@@ -112,6 +113,9 @@ def trainer_memory(
     # Plain fp32 reduces after the backward pass.
     bucket, update = (0, 4 * trains) if plain else (bucket, 4 * trains / shards - bucket)
     gradients = 4 * trains / (shards if ds.zero_stage > 1 else 1) + bucket
+    # Under ZeRO-3 they are sharded in any case.
+    elsewhere = 0.0 if ds.zero_stage == 3 else size.experts * (1 - 1 / ds.expert_parallel_size)
+    gradients -= 4 * elsewhere if ds.zero_stage == 1 else 0.0
     own = -(-tokens // ds.sequence_parallel_size)
     activations = _activation_bytes(
         size, model, s, device, own, patches, vision_trains(model, adapter), adapted=adapter is not None
@@ -123,7 +127,7 @@ def trainer_memory(
     fewer = "set ds.lora.rank to train only adapters" if adapter is None else "lower ds.lora.rank"
     shard = "" if ds.zero_stage == 3 else f", or raise ds.zero_stage and {role}.num_gpus_per_node"
     parts = [
-        MemoryPart("weights", weight_bytes(size, ds, ranks=ranks), _weights_flag(ds, adapter)),
+        MemoryPart("weights", weight_bytes(size, ds, ranks=ranks) - s * elsewhere, _weights_flag(ds, adapter)),
         MemoryPart("adapters", num_adapter * s / (ranks if ds.zero_stage == 3 else 1), "lower ds.lora.rank"),
         # Stage 3 allocates gradients and bucket once; other stages allocate them for each update.
         MemoryPart("gradients", gradients, fewer + shard, stays=ds.zero_stage == 3),

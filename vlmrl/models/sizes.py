@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.expert_parallel import expert_layers
 from vlmrl.models.quantize import quantized_layers
 from vlmrl.plugins import ParameterGroup
 
@@ -65,6 +66,8 @@ class Sizes:
     tower: Blocks | None
     output: int = 0
     """Parameters of the output layer; 0 if it is tied to the embedding."""
+    experts: int = 0
+    """Parameters of all experts."""
 
     @property
     def total(self) -> int:
@@ -90,6 +93,7 @@ def model_sizes(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) ->
         linears=linears,
         vocabulary=text.vocab_size,
         output=_num_output(net),
+        experts=sum(p.numel() for layer in expert_layers(net) for p in layer.parameters(recurse=False)),
         text=Blocks(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,

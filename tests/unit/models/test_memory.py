@@ -44,6 +44,7 @@ SIZE = Sizes(
     vocabulary=16,
     text=BLOCKS,
     tower=Blocks(layers=1, hidden=2, intermediate=2, queries=2, keys=2),
+    experts=300,
 )
 ADAPTER = AdapterPlan(
     rank=3,
@@ -193,6 +194,17 @@ def test_ranks_that_share_tokens_save_activations_of_their_own_and_of_all_images
     assert estimate["activations"] == 34 * 2 * each + max(34 * each, head) + 10 * saved_per_token(
         tower, 4, adapted=False
     )
+
+
+def test_ranks_that_share_experts_hold_their_weights_and_gradients_once() -> None:
+    for stage, weights, gradients in ((1, 900, 900), (2, 900, 0), (3, 0, 0)):
+        whole, shared = (
+            parts(Ds(param_dtype="fp32", zero_stage=stage, expert_parallel_size=size), ranks=4)  # type: ignore[arg-type]
+            for size in (1, 4)
+        )
+        # Of 300 parameters, three quarters are on other ranks, in 4 bytes each.
+        assert (whole["weights"] - shared["weights"], whole["gradients"] - shared["gradients"]) == (weights, gradients)
+        assert whole["optimizer"] == shared["optimizer"], "sharded over all ranks before"
 
 
 def test_a_trainable_tower_saves_activations_and_a_frozen_one_none() -> None:
