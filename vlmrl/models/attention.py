@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention_kernels import AttentionOptions, Bounds, attend, takes_varlen, varlen, visible
 from vlmrl.models.attention_plan import AttentionPlan, plan_attention, spans_of
-from vlmrl.models.linear_attention import mixes_samples
+from vlmrl.models.linear_attention import mixes_samples, state_of
 
 if TYPE_CHECKING:
     from vlmrl.models.sequence import SequenceShard
@@ -67,11 +67,13 @@ def check_layers(net: PreTrainedModel, *, samples_share_rows: bool) -> None:
     """
     name = type(net).__name__
     if samples_share_rows and mixes_samples(net):
-        raise ConfigError(f"train.layout: samples of {name}, which has recurrent layers, would mix: use padded")
+        raise ConfigError(f"train.layout: samples of {name}, which has {state_of(net)}, would mix: use padded")
     kinds = set(getattr(net.config.get_text_config(), "layer_types", None) or ())
     unknown = sorted(kinds - {"full_attention", "sliding_attention", "linear_attention"})
     if unknown and isolates_samples(net):
-        raise ConfigError(f"{name} has layers of {unknown[0]}: set ds.attn_implementation to sdpa or eager")
+        raise ConfigError(
+            f"{name} has layers of {unknown[0]}: set ds.attn_implementation to sdpa or eager, train.layout to padded"
+        )
 
 
 def packed_attention(

@@ -45,7 +45,22 @@ def run_per_span(net: PreTrainedModel) -> None:
 
 def mixes_samples(net: PreTrainedModel) -> bool:
     """Whether layers carry a state from one sample of a row to the next, so that only the layout `padded` is right."""
-    return bool(net._is_stateful) and not follows_plan(net)
+    return state_of(net) is not None and not follows_plan(net)
+
+
+def state_of(net: PreTrainedModel) -> str | None:
+    """Name the layers that pass anything but attention from token to token; None if there are none.
+
+    Transformers marks most of these models as such. Others are found by their layer types, or by convolutions.
+    """
+    if net._is_stateful:
+        return "recurrent layers"
+    kinds = getattr(net.config.get_text_config(), "layer_types", None) or ()
+    for kind in kinds:
+        if kind not in _ATTENTION:
+            return f"layers of {kind}"
+    has_convolution = any(isinstance(module, nn.Conv1d) for module in net.base_model.get_decoder().modules())
+    return "convolutions" if has_convolution else None
 
 
 def follows_plan(net: PreTrainedModel) -> bool:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import isolates_samples
+from vlmrl.models.linear_attention import state_of
 
 
 class SequenceGroup(NamedTuple):
@@ -48,8 +49,8 @@ def check_sequence_parallel(net: PreTrainedModel, size: int) -> None:
 def check_divisible(net: PreTrainedModel, size: int) -> None:
     """Raise ConfigError unless `size` ranks can share the layers of this kind of model, which may be a skeleton."""
     flag, name = f"ds.sequence_parallel_size {size}", type(net).__name__
-    if net._is_stateful:
-        raise ConfigError(f"{flag}: {name} has recurrent layers, which pass a state from token to token: use 1")
+    if (state := state_of(net)) is not None:
+        raise ConfigError(f"{flag}: {name} has {state}, which pass a state from token to token: use 1")
     if (rope := _rope_of_length(net.config.get_text_config())) is not None:
         raise ConfigError(
             f"{flag}: the positions of {name} ({rope}) depend on the longest sequence, of which each rank sees a part: "

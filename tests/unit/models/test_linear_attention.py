@@ -24,8 +24,9 @@ from vlmrl.models.attention import PACKED, check_layers
 from vlmrl.models.attention_plan import AttentionPlan, Span, plan_attention
 from vlmrl.models.double_precision import KeepDouble
 from vlmrl.models.inputs import model_inputs
-from vlmrl.models.linear_attention import LinearAttention, follows_plan, mixes_samples, run_per_span
+from vlmrl.models.linear_attention import LinearAttention, follows_plan, mixes_samples, run_per_span, state_of
 from vlmrl.models.scorer import Scorer
+from vlmrl.models.sequence import check_divisible
 from vlmrl.types import Sample
 
 Make = Callable[..., Any]
@@ -240,6 +241,44 @@ def test_other_recurrent_layers_stay_padded(family: str) -> None:
     assert mixes_samples(net)
     with pytest.raises(ConfigError, match=f"samples of {type(net).__name__}, which has recurrent layers"):
         check_layers(net, samples_share_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "state"),
+    [
+        ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "layers of linear_attention"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv"),
+        ("lfm2", {"layer_types": ["full_attention", "full_attention"]}, None),
+        ("qwen3", {}, None),
+    ],
+)
+def test_layers_with_a_state_that_transformers_does_not_mark_stay_padded(
+    family: str, layers: dict[str, list[str]], state: str | None
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 32, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **layers))
+    run_per_span(net)
+    assert not net._is_stateful
+    assert state_of(net) == state
+    check_layers(net, samples_share_rows=False)
+    if state is None:
+        check_layers(net, samples_share_rows=True)
+        check_divisible(net, 2)
+        return
+    with pytest.raises(ConfigError, match=f"samples of {type(net).__name__}, which has {state}, would mix"):
+        check_layers(net, samples_share_rows=True)
+    with pytest.raises(ConfigError, match=f"{type(net).__name__} has {state}, which pass a state"):
+        check_divisible(net, 2)
+
+
+def test_a_convolution_in_a_layer_of_attention_is_a_state() -> None:
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", num_hidden_layers=1, vocab_size=64))
+        net.model.layers[0].self_attn.short = nn.Conv1d(4, 4, 3)
+    assert state_of(net) == "convolutions"
+    assert mixes_samples(net)
 
 
 def test_deepspeed_gathers_a_layer_as_a_whole() -> None:
