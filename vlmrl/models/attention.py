@@ -7,6 +7,8 @@ row is one sample, padded on the right; causal tokens never attend to the paddin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -76,6 +78,21 @@ def check_layers(net: PreTrainedModel, *, samples_share_rows: bool) -> None:
         )
 
 
+_watchers: list[dict[int, AttentionPlan | None]] = []
+
+
+@contextmanager
+def watched_attention() -> Iterator[dict[int, AttentionPlan | None]]:
+    """Collect the ids of the modules that call this file's attention within the context, each with the plan that
+    reached it."""
+    seen: dict[int, AttentionPlan | None] = {}
+    _watchers.append(seen)
+    try:
+        yield seen
+    finally:
+        _watchers.remove(seen)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -106,6 +123,8 @@ def packed_attention(
 
     Raises ConfigError for soft caps, attention sinks, position biases and masks, which the kernels do not have.
     """
+    for seen in _watchers:
+        seen[id(module)] = attention_plan
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if unknown or attention_mask is not None:
         raise ConfigError(
@@ -124,15 +143,18 @@ def packed_attention(
             attention_plan=attention_plan,
         )
         return sequence_shard.to_tokens(output), None
-    batch, heads, length, dim = query.shape
+    batch, _, length, _ = query.shape
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     options = AttentionOptions(scaling, dropout, sliding_window)
     if cu_seq_lens_q is None and attention_plan is None:
         return _attend_rows(query, key, value, options, causal=causal).transpose(1, 2).contiguous(), None
-    q, k, v = (states.transpose(1, 2).reshape(batch * length, -1, dim) for states in (query, key, value))
+    # Kernels want values as wide as keys; multi-head latent attention has narrower ones.
+    width = value.shape[-1]
+    value = nn.functional.pad(value, (0, key.shape[-1] - width))
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     if attention_plan is not None:
         output = attend(q, k, v, attention_plan, options)
-        return output.reshape(batch, length, heads, dim), None
+        return output.unflatten(0, (batch, length))[..., :width], None
     assert cu_seq_lens_q is not None
     if takes_varlen(q, options) and max_length_q is not None:
         # Reading the lengths would synchronize with the GPU in every layer.
@@ -140,7 +162,7 @@ def packed_attention(
         output = varlen(q, k, v, bounds, options, causal=causal)
     else:
         output = attend(q, k, v, plan_attention(spans_of(cu_seq_lens_q.diff().tolist()), causal=causal), options)
-    return output.reshape(batch, length, heads, dim), None
+    return output.unflatten(0, (batch, length)), None
 
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *, causal: bool) -> Tensor:

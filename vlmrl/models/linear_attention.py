@@ -26,7 +26,7 @@ _LAYERS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDel
 """Transformers' classes for which tests show that the layouts are equal."""
 _WITH_KERNELS = ("causal_conv1d_fn", "causal_conv1d_update", "_gated_delta_rule")
 """Ends of the names of Transformers' functions that packages replace."""
-_ATTENTION = ("full_attention", "sliding_attention")
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
 """Layer types without a state."""
 _CHUNK = 64
 """Tokens that the gated delta rule computes at once: it pads every span to a multiple of them."""
@@ -57,7 +57,7 @@ def state_of(net: PreTrainedModel) -> str | None:
         return "recurrent layers"
     kinds = getattr(net.config.get_text_config(), "layer_types", None) or ()
     for kind in kinds:
-        if kind not in _ATTENTION:
+        if kind not in ATTENTION_TYPES:
             return f"layers of {kind}"
     has_convolution = any(isinstance(module, nn.Conv1d) for module in net.base_model.get_decoder().modules())
     return "convolutions" if has_convolution else None
@@ -67,7 +67,7 @@ def follows_plan(net: PreTrainedModel) -> bool:
     """Whether all layers with a state run per span, so that rows of several samples need an attention plan."""
     kinds = getattr(net.config.get_text_config(), "layer_types", None) or ()
     number = sum(isinstance(module, LinearAttention) for module in net.modules())
-    return 0 < number == sum(kind not in _ATTENTION for kind in kinds)
+    return 0 < number == sum(kind not in ATTENTION_TYPES for kind in kinds)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vlmrl.errors import ConfigError
+from vlmrl.models.attention_check import checked_attention
 from vlmrl.models.divergence import TeacherRows, token_divergence
 from vlmrl.models.expert_replay import ExpertReplay
 from vlmrl.models.logprobs import ScoringHead
@@ -50,6 +51,8 @@ class Backbone(nn.Module):
         super().__init__()
         self.net = net
         self._sequence = sequence
+        self._unchecked = {True, False}
+        """Passes that are still to be checked for how the layers attend: those with rows of one sample, and others."""
         self.expert_replay: ExpertReplay | None = None
         """Present once a pass has replayed experts."""
 
@@ -82,13 +85,22 @@ class Backbone(nn.Module):
         if self.expert_replay is not None:
             self.expert_replay.use(experts)
         if shard is None:
-            hidden = self.net.base_model(**inputs).last_hidden_state
+            hidden = self._last_states(inputs)
             return hidden.flatten(0, 1)[previous], inputs["input_ids"][scored]
         with sliced_inputs(self.net, shard):
             hidden = self.net.base_model(**inputs, sequence_shard=shard).last_hidden_state
         shard.check_exchanges(self.net)
         is_own, own_places = shard.owned(previous)
         return hidden.flatten(0, 1)[own_places], inputs["input_ids"][scored][is_own]
+
+    def _last_states(self, inputs: dict[str, Any]) -> Tensor:
+        is_one_per_row = "attention_mask" in inputs
+        if is_one_per_row not in self._unchecked:
+            return self.net.base_model(**inputs).last_hidden_state
+        with checked_attention(self.net, inputs):
+            hidden = self.net.base_model(**inputs).last_hidden_state
+        self._unchecked.remove(is_one_per_row)
+        return hidden
 
     def scatter(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Scatter a value for each of `states` into [B, T], with 0 on tokens that are not scored. With a sequence
