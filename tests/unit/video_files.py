@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from fractions import Fraction
 
 import av
@@ -10,7 +11,7 @@ import numpy as np
 
 from vlmrl.types import Pixels
 
-DEMUXERS = {"mp4": "libx264", "webm": "libvpx-vp9", "avi": "mpeg4", "gif": "gif"}
+DEMUXERS = {"mp4": "libx264", "webm": "libvpx-vp9", "matroska": "libx264", "avi": "mpeg4", "gif": "gif"}
 
 
 def frames_of(count: int, size: tuple[int, int] = (64, 48)) -> Pixels:
@@ -20,13 +21,22 @@ def frames_of(count: int, size: tuple[int, int] = (64, 48)) -> Pixels:
     return np.broadcast_to(levels[:, None, None, None], (count, height, width, 3)).copy()
 
 
-def video_file(frames: Pixels, *, rate: float = 8, container: str = "mp4", fast_start: bool = False) -> bytes:
-    """Encode frames [n, height, width, 3]."""
+def video_file(
+    frames: Pixels,
+    *,
+    rate: float = 8,
+    container: str = "mp4",
+    fast_start: bool = False,
+    codec: str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> bytes:
+    """Encode frames [n, height, width, 3]. `options` are the encoder's."""
     file = io.BytesIO()
     file.name = f"video.{container}"
-    options = {"movflags": "frag_keyframe+empty_moov"} if fast_start else {}
-    with av.open(file, "w", format=container, container_options=options) as out:
-        stream = out.add_stream(DEMUXERS[container], rate=Fraction(rate).limit_denominator(1000))
+    of_container = {"movflags": "frag_keyframe+empty_moov"} if fast_start else {}
+    with av.open(file, "w", format=container, container_options=of_container) as out:
+        rate = Fraction(rate).limit_denominator(1000)
+        stream = out.add_stream(codec or DEMUXERS[container], rate=rate, options=dict(options or {}))
         stream.width, stream.height = frames.shape[2], frames.shape[1]
         stream.pix_fmt = "rgb8" if container == "gif" else "yuv420p"
         for frame in frames:

@@ -62,7 +62,7 @@ class Columns(Section):
     video_min_pixels: PositiveInt = 100_352
     """Smaller frames are enlarged to this many pixels."""
     video_max_pixels: PositiveInt = 602_112
-    """Larger frames are shrunk to this many pixels."""
+    """Larger frames are shrunk to this many pixels, though not below 1.05 times `data.video_min_pixels`."""
     video_total_pixels: PositiveInt = 90_316_800
     """Frames are shrunk until half of their pixels together are at most this many (two frames make one patch), though
     not below 1.05 times `data.video_min_pixels`."""
@@ -72,6 +72,9 @@ class Columns(Section):
     """Maximum pixels of a frame in the file (4096x2304); more is refused as a decompression bomb."""
     max_video_s: PositiveFloat = 600.0
     """Longest video in seconds; a row with a longer one is dropped and counted."""
+    max_video_gpixels: PositiveFloat = 75.0
+    """Most pixels, in billions, of the frames that are decoded of a file: those taken, and those that they need, since
+    the key frame before each. Ten minutes of 1920x1080 at 60 frames per second have 75, a minute of a core."""
     max_video_mib: PositiveInt = 256
     """Largest video file in MiB, also in base64, in Parquet or on the web."""
     max_dropped_fraction: Fraction = 0.05
@@ -120,7 +123,7 @@ class Data(Columns):
 
 VIDEO_SETTINGS = (
     *("fps", "fps_min_frames", "fps_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels"),
-    *("max_videos_per_prompt", "max_video_frame_pixels", "max_video_s", "max_video_mib"),
+    *("max_videos_per_prompt", "max_video_frame_pixels", "max_video_s", "max_video_gpixels", "max_video_mib"),
 )
 """Settings that are read only with `data.video_key`."""
 

@@ -49,7 +49,12 @@ class PixelBudget:
     @contextmanager
     def reserve(self, image: Image.Image, max_pixels: int) -> Iterator[None]:
         """Wait until the image fits within `max_pixels`, or no other image is being decoded."""
-        num_pixels = image.width * image.height * _MEMORY_FACTORS.get(image.format or "", 1)
+        with self.reserve_pixels(image.width * image.height * _MEMORY_FACTORS.get(image.format or "", 1), max_pixels):
+            yield
+
+    @contextmanager
+    def reserve_pixels(self, num_pixels: int, max_pixels: int) -> Iterator[None]:
+        """Wait until so many pixels fit, as `reserve` does. A thread that holds a reservation must not make another."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_pixels or self._num_pixels + num_pixels <= max_pixels)
             self._num_pixels += num_pixels

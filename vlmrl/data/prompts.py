@@ -335,7 +335,14 @@ class PromptStream:
     def _open(self, access: ImageAccess, question: Question) -> tuple[InlineMedia, ...] | UnusableError:
         try:
             with unusable_on_error(kind_of_problem(question.images)):
-                return open_row_media(question.images, processor=self._processor, columns=self._columns, access=access)
+                return open_row_media(
+                    question.images,
+                    processor=self._processor,
+                    columns=self._columns,
+                    access=access,
+                    # Of a row that is cut, a later video may be left out.
+                    max_tokens=None if self._requirements.targets.truncates else self._columns.max_len,
+                )
         except UnusableError as error:  # returned, since raising would end the thread pool's iteration
             return error
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class PlacedText(list[Mapping[str, Any]]):
+    """A question that is a text, as one message with a part in place of each image and video."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """The columns of a row, before its images and videos are opened."""

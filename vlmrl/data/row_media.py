@@ -14,7 +14,8 @@ from vlmrl.config.data import Columns
 from vlmrl.config.names import is_given
 from vlmrl.data.columns import as_list, has_image_bytes, is_image_name
 from vlmrl.data.image_source import NO_ACCESS, ImageAccess
-from vlmrl.data.media import ImageLimits, InlineMedia, make_row_media, open_images
+from vlmrl.data.media import ImageLimits, InlineMedia, TotalPixelsError, make_row_media, open_images
+from vlmrl.data.question import PlacedText
 from vlmrl.data.unusable import UnusableError, unusable_on_error
 from vlmrl.data.video_media import VideoSource, make_video, make_video_of_frames, parse_video
 from vlmrl.errors import DataError
@@ -93,19 +94,36 @@ class MediaRules:
 
 
 def open_row_media(
-    sources: Sequence[Any], *, processor: Processor, columns: Columns, access: ImageAccess = NO_ACCESS
+    sources: Sequence[Any],
+    *,
+    processor: Processor,
+    columns: Columns,
+    access: ImageAccess = NO_ACCESS,
+    max_tokens: int | None = None,
 ) -> tuple[InlineMedia, ...]:
     """Open, convert and resize the images and videos of one row, in their order; a video is a `VideoSource`.
 
+    Args:
+        max_tokens: tokens that all of them may have; None: any number. Videos above it are not decoded.
+
     Raises:
         DataError: one of them cannot be used.
+        UnusableError: the videos have too many tokens.
     """
     images = [source for source in sources if not isinstance(source, VideoSource)]
-    opened = iter(make_row_media(images, processor=processor, columns=columns, access=access))
-    return tuple(
-        _open_video(source, processor, columns, access) if isinstance(source, VideoSource) else next(opened)
-        for source in sources
-    )
+    opened = make_row_media(images, processor=processor, columns=columns, access=access)
+    if len(images) == len(sources):
+        return opened
+    of_images = iter(opened)
+    left = None if max_tokens is None else max_tokens - sum(processor.num_tokens(image.size) for image in opened)
+    media = []
+    for source in sources:
+        if isinstance(source, VideoSource):
+            media.append(_open_video(source, processor, columns, access, left))
+            left = None if left is None else left - processor.num_tokens(media[-1].size)
+        else:
+            media.append(next(of_images))
+    return tuple(media)
 
 
 def kind_of_problem(sources: Sequence[Any]) -> str:
@@ -126,12 +144,14 @@ def place_videos(question: Any, images: Sequence[Any], videos: Sequence[VideoSou
     """Replace the placeholders of a row with videos by parts; returns chat messages, and images and videos in order.
 
     `<video>` and `<image>` in texts mark the places. Without marks of a kind, all of that kind come first in the first
-    message of the user, images before videos. Messages may have parts of both kinds already.
+    message of the user, images before videos. Messages may have parts of both kinds already. A text becomes a
+    `PlacedText`.
 
     Raises:
         DataError: the numbers of placeholders and of images or videos differ.
     """
-    messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+    is_text = isinstance(question, str)
+    messages = [{"role": "user", "content": question}] if is_text else list(question)
     if not all(isinstance(message, Mapping) for message in messages):
         return question, [*images, *videos]  # refused when it is rendered
     # Without images, `<image>` is the processor's to refuse, or plain text.
@@ -148,7 +168,9 @@ def place_videos(question: Any, images: Sequence[Any], videos: Sequence[VideoSou
         if not marks:
             first["content"] = [{"type": kind}] * len(waiting[kind]) + list(first["content"] or ())
     kinds = [_kind(part) for message in split for part in message["content"] or ()]
-    return split, [waiting[kind].pop(0) for kind in kinds if kind is not None and waiting[kind]]
+    return PlacedText(split) if is_text else split, [
+        waiting[kind].pop(0) for kind in kinds if kind is not None and waiting[kind]
+    ]
 
 
 def refuse_unfilled(question: Any) -> None:
@@ -165,15 +187,30 @@ def refuse_unfilled(question: Any) -> None:
             )
 
 
-def _open_video(video: VideoSource, processor: Processor, columns: Columns, access: ImageAccess) -> InlineMedia:
+def _open_video(
+    video: VideoSource, processor: Processor, columns: Columns, access: ImageAccess, max_tokens: int | None
+) -> InlineMedia:
     if video.frames is None:
-        return make_video(video, processor=processor, columns=columns, access=access)
+        return make_video(video, processor=processor, columns=columns, access=access, max_tokens=max_tokens)
     if len(video.frames) > columns.fps_max_frames:  # before they are read
         raise DataError(
             f"a video is a list of {len(video.frames)} frames, data.fps_max_frames is {columns.fps_max_frames}"
         )
-    images = list(open_images(video.frames, limits=ImageLimits.of(columns), access=access))
-    return make_video_of_frames(images, sample_fps=video.sample_fps, processor=processor, columns=columns)
+    images = open_images(video.frames, limits=ImageLimits.of(columns), access=access)
+    try:
+        return make_video_of_frames(
+            images,
+            len(video.frames),
+            sample_fps=video.sample_fps,
+            processor=processor,
+            columns=columns,
+            max_tokens=max_tokens,
+        )
+    except TotalPixelsError as error:
+        raise DataError(
+            f"the {len(video.frames)} frames of a video have more than {columns.max_row_pixels} pixels in total: raise "
+            "data.max_row_pixels"
+        ) from error
 
 
 def _split(content: Any, marks: re.Pattern[str]) -> Any:
@@ -202,7 +239,10 @@ def _is_image(value: Any) -> bool:
     if isinstance(value, bytes):
         return has_image_bytes(value) and not value.startswith(b"GIF8")
     if isinstance(value, str | Path):
-        return is_image_name(str(value)) and not str(value).lower().endswith(".gif")
+        text = str(value)
+        return (
+            is_image_name(text) and not text.lower().startswith("data:image/gif") and not text.lower().endswith(".gif")
+        )
     return hasattr(value, "getbands") or (isinstance(value, np.ndarray) and value.ndim <= 3)
 
 

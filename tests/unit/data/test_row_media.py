@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from vlmrl.data.row_media import MediaRules, as_videos, open_row_media, place_vi
 from vlmrl.data.unusable import UnusableError
 from vlmrl.data.video_media import VideoSource, parse_video
 from vlmrl.errors import DataError
-from vlmrl.video_size import VideoSize
+from vlmrl.video_size import Size, VideoSize
 
 COLUMNS = Columns(video_key="videos", video_min_pixels=64 * 64, video_max_pixels=64 * 96)
 
@@ -31,6 +31,10 @@ class Model:
     frame_factor: int | None = 2
     resize_settings = "bicubic"
     min_pixels, max_pixels = 1024, 64 * 64
+
+    def num_tokens(self, size: Size) -> int:
+        frames = size.num_frames // 2 if isinstance(size, VideoSize) else 1
+        return frames * (size[0] // 32) * (size[1] // 32)
 
 
 def opened(value: Any, columns: Columns = COLUMNS, **access: Any) -> InlineMedia:
@@ -92,6 +96,16 @@ def test_a_list_of_images_is_a_video(tmp_path: Path) -> None:
         ({"video": "a.mp4", "nframes": 8}, "option 'nframes'; read are sample_fps, video_start, video_end"),
         ({"video": [], "sample_fps": 0}, "sample_fps of a video is 0"),
         ({"video": "a.mp4", "video_start": "x"}, "is no number"),
+        ({"video": "a.mp4", "sample_fps": 2}, "has sample_fps, but is a file, which has its own rate"),
+        ({"video": ["1.png"], "video_end": 2}, "has video_end, but is a list of frames, all of which are taken"),
+        (
+            {"video": video_file(frames_of(16)), "video_start": 5},
+            "(16 frames at 8 per second, 2.0 s) has fewer than two frames from 5 s to the end",
+        ),
+        (
+            {"video": video_file(frames_of(16)), "video_start": 1.5, "video_end": 0.5},
+            "has fewer than two frames from 1.5 s to 0.5 s",
+        ),
         ([], "a video has no frames"),
         ([np.zeros((8, 8, 3), np.uint8), np.zeros((8, 9, 3), np.uint8)], "different sizes: 8x8 and 9x8"),
         ([np.zeros((8, 8, 3), np.uint8)] * 1000, "list of 1000 frames, data.fps_max_frames is 768"),
@@ -164,6 +178,7 @@ def test_parts_of_messages_hold_videos() -> None:
         ([{"video": "a.mp4"}], [{"video": "a.mp4"}]),
         ("a.gif", ["a.gif"]),
         (["a.GIF", "b.gif"], ["a.GIF", "b.gif"]),
+        (["data:image/gif;base64,R0lG"], ["data:image/gif;base64,R0lG"]),
         ([b"GIF89a..."], [b"GIF89a..."]),
         (None, []),
     ],
@@ -209,3 +224,44 @@ def test_the_placeholder_is_text_only_where_the_setting_says_so() -> None:
     assert "or to none if this is plain text" in str(caught.value.detail)
     model.frame_factor = None  # a model that takes no videos has no such placeholder
     assert MediaRules(model, Columns(), None).gather("<video>?", [], [], []).question == "<video>?"
+
+
+def open_with(sources: list[Any], columns: Columns = COLUMNS, *, max_tokens: int) -> Any:
+    processor: Any = Model()
+    return open_row_media(list(map(parse_video, sources)), processor=processor, columns=columns, max_tokens=max_tokens)
+
+
+def test_a_video_of_too_many_tokens_is_not_decoded() -> None:
+    # 4 frames of 64x64 are 2 * 2 * 2 tokens. With this bound on decoding any frame would be too much.
+    content = video_file(frames_of(20))
+    none = COLUMNS.model_copy(update={"max_video_gpixels": 1e-9})
+    with pytest.raises(UnusableError) as caught:
+        open_with([content], none, max_tokens=7)
+    assert caught.value.kind == "too long"
+    assert (
+        "takes 8 tokens (4 frames of 64x64), data.max_len is 2048: raise it, or lower data.fps" in caught.value.detail
+    )
+    with pytest.raises(DataError, match=r"takes too long to decode: .* data\.max_video_gpixels is 1e-09"):
+        open_with([content], none, max_tokens=8)
+    assert len(open_with([content], max_tokens=8)) == 1
+    with pytest.raises(UnusableError, match="too long"):
+        open_with([content, content], max_tokens=15)
+
+
+def test_frames_of_a_list_are_opened_one_by_one() -> None:
+    class Frames(list[Any]):
+        """The second frame is never looked at: the first shows how many tokens there will be."""
+
+        def __iter__(self) -> Iterator[Any]:
+            yield self[0]
+            raise AssertionError("opened more than one frame")
+
+    image = np.zeros((64, 64, 3), np.uint8)
+    with pytest.raises(UnusableError, match="too long"):
+        open_with([{"video": Frames([image] * 4)}], max_tokens=7)
+
+
+def test_the_pixels_of_a_list_of_frames_have_a_bound_that_is_named() -> None:
+    columns = COLUMNS.model_copy(update={"max_row_pixels": 3 * 64 * 64})
+    with pytest.raises(DataError, match=r"the 4 frames of a video .* in total: raise data\.max_row_pixels"):
+        opened([np.zeros((64, 64, 3), np.uint8)] * 4, columns)
