@@ -58,6 +58,7 @@ class QwenVlProcessor(TextProcessor):
             "videos_kwargs": {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False},
         }
         self._steps_per_s = steps_per_s
+        self._times: dict[str, Ints] = {}
         self._frames_per_patch = int(self._processor.video_processor.temporal_patch_size)
         self.frame_factor = self._frames_per_patch
         # Only Qwen3-VL's prompts show the time of each pair of frames.
@@ -107,11 +108,15 @@ class QwenVlProcessor(TextProcessor):
         pairs = zip(times[::2], times[1::2], strict=True)
         frame = np.full(num_tokens // self.grid(size)[0], self._video_token, dtype=np.int64)
         start, end = ([self._vocabulary[token]] for token in (_START, _END))
-        pieces = [
-            np.concatenate([self.token_ids(f"<{(first + second) / 2:.1f} seconds>"), start, frame, end])
-            for first, second in pairs
-        ]
+        pieces = [np.concatenate([self._time(first, second), start, frame, end]) for first, second in pairs]
         return np.concatenate(pieces)
+
+    def _time(self, first: float, second: float) -> Ints:
+        """Tokens of the time of two frames, given in seconds. They are kept: a video's tokens are needed many times."""
+        text = f"<{(first + second) / 2:.1f} seconds>"
+        if text not in self._times:
+            self._times[text] = self.token_ids(text)
+        return self._times[text]
 
     def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
         """The tower takes patches of images and videos alike, so both are in `pixel_values`."""

@@ -13,6 +13,7 @@ import numpy as np
 from vlmrl.config.data import Columns
 from vlmrl.data.chat_template import ChatTemplate, Message, Tool
 from vlmrl.data.deadline import OverdueError, call_within
+from vlmrl.data.question import PlacedText
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import History
 from vlmrl.system.plain_text import one_line
@@ -249,11 +250,10 @@ class TextProcessor:
         return _content([self._mark(part, self._special) for part in _joined(content)])
 
     def _render_plain(self, question: object, messages: list[Message], columns: Columns) -> str:
-        if not isinstance(question, str):
+        if not isinstance(question, str | PlacedText):
             raise DataError("the row holds chat messages, which need data.apply_chat_template")
         template = columns.input_template
-        # Without a template the row is the whole prompt, and its control tokens are special; only vision tokens are
-        # still encoded as plain text.
+        # Without a template the row is the whole prompt: its control tokens are special, except vision tokens.
         pattern = self._vision if template is None else self._special
         parts = [
             self._mark(part, pattern)

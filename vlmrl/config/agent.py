@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vlmrl.config.base import Fraction, PositiveFloat, PositiveInt, Section, Text, Unread
-from vlmrl.config.data import Columns
 from vlmrl.config.names import settings
 from vlmrl.config.rollout import Rollout
 
@@ -67,12 +66,6 @@ def settings_of_length(agent: Agent, rollout: Rollout, *, max_len: int, has_agen
     if has_agent:
         return f"agent.context_len {agent.context_len}"
     return f"data.max_len {max_len} and rollout.max_new_tokens {rollout.max_new_tokens}"
-
-
-def conflicts_of_videos(columns: Columns, *, has_agent: bool) -> list[str]:
-    if columns.video_key is None or not has_agent:
-        return []
-    return ["data.video_key is set, but conversations with an environment take no videos yet: give rows with images"]
 
 
 def conflicts_of_agent(agent: Agent, rollout: Rollout, *, max_len: int, has_agent: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from vlmrl.config import adapters, distill, dpo, reward, rm, roles, rollout, sampled_eval, sft
+from vlmrl.config import adapters, distill, dpo, reward, rm, roles, rollout, sampled_eval, sft, videos
 from vlmrl.config.actor import Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.base import Unread
@@ -99,6 +99,11 @@ class SamplingConfig(SupervisedConfig):
             *rollout.conflicts_of_eval(self.eval, evaluates=self.eval.generate_enable),
             *(reward.conflicts_of_no_source(self.reward) if self.eval.generate_enable else ()),
             *(roles.conflicts_of_devices(self.vllm, self.train) if self.eval.generate_enable else ()),
+            *(
+                videos.conflicts_of_videos(self.data, has_agent=False, reward=self.reward, vllm=self.vllm)
+                if self.eval.generate_enable
+                else ()
+            ),
             *super().conflicts(),
         ]
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from vlmrl.config import adapters, agent, algo, data, distill, gateway, generate, reward, roles, rollout, train
+from vlmrl.config import adapters, agent, algo, data, distill, gateway, generate, reward, roles, rollout, train, videos
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.algo import Algo
@@ -178,7 +178,7 @@ class RlConfig(TrainingConfig, AgentConfig):
     def conflicts(self) -> list[str]:
         return [
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
-            *agent.conflicts_of_videos(self.data, has_agent=self.has_agent),
+            *videos.conflicts_of_videos(self.data, has_agent=self.has_agent, reward=self.reward, vllm=self.vllm),
             *algo.conflicts_of_batch(self.rollout, self.train, self.algo, rewards_vary=self._estimator_has_input),
             *algo.conflicts_of_replay(self.algo, self.vllm, is_async=self.train.async_enable, has_agent=self.has_agent),
             *algo.conflicts_of_correction(self.actor, self.algo.advantage),
@@ -262,7 +262,7 @@ class EvalConfig(AgentConfig):
     def conflicts(self) -> list[str]:
         return [
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
-            *agent.conflicts_of_videos(self.data, has_agent=self.has_agent),
+            *videos.conflicts_of_videos(self.data, has_agent=self.has_agent, reward=self.reward, vllm=self.vllm),
             *reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent),
             *reward.conflicts_of_sources(self.reward),
             *roles.conflicts_of_devices(self.vllm, self.train),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -34,6 +35,8 @@ _LIKELY = {
 _NUM_SAMPLED_ROWS = 8
 _NUM_SEARCHED_ROWS = 1000
 """Rows searched for a first image, since few rows may have one."""
+
+logger = logging.getLogger("vlmrl.data")
 
 _IMAGE_NAME = re.compile(
     r"(images?|imgs?|pics?|pictures?|photos?)(_?(paths?|files?|file_?names?|urls?|bytes|b64|base64))?", re.IGNORECASE
@@ -100,6 +103,10 @@ def find_columns(
         DataError: a needed or configured column is missing, none of the rows read has a needed label or answer, or a
             column that is not read holds images. One line names all missing columns.
     """
+    if columns.video_key is None and source.named_columns.get("video_key"):
+        raise DataError(
+            f"dataset {source.name} names a column of videos, which is read only with data.video_key: set it too"
+        )
     search = _ColumnSearch(source, sources, columns, pairs=requirements.pair)
     keys = {name: search.column(name) for name in requirements.names}
     rows = list(_sampled_rows(source))
@@ -292,14 +299,20 @@ def _check_images(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -
 
 
 def _check_videos(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DataError when a column with videos is not read."""
+    """Raise DataError when a column with videos is not read; warn of one that may be metadata, by its name."""
     used = {top_column(key) for key in keys.values()}
     for column in source.columns if not _has_column(source, keys["video_key"]) else ():
-        if column not in used and any(_holds(_looks_like_videos, column, row.get(column)) for row in rows):
-            raise DataError(
-                f"dataset {source.name} has videos in column {column!r}, which is not read: set data.video_key to "
-                f"{column}, or to none if the text needs no videos"
+        if column in used or not any(_holds(_looks_like_videos, column, row.get(column)) for row in rows):
+            continue
+        if _VIDEO_NAME.fullmatch(column) is None:
+            logger.warning(
+                "dataset %s: column %r names video files, which are not read (data.video_key)", source.name, column
             )
+            continue
+        raise DataError(
+            f"dataset {source.name} has videos in column {column!r}, which is not read: set data.video_key to "
+            f"{column} if the model takes videos, or to none if the text needs none"
+        )
 
 
 def _holds(condition: Callable[..., bool], *arguments: Any) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from vlmrl.errors import DataError
 from vlmrl.plugins import Processor
-from vlmrl.types import Ints, Media
+from vlmrl.types import Bools, Ints, Media
 
 
 def last_image_tokens(tokens: Ints, media: Sequence[Media], processor: Processor, *, source: str = "") -> Ints:
@@ -36,17 +36,27 @@ def last_image_tokens(tokens: Ints, media: Sequence[Media], processor: Processor
     return last
 
 
+def tokens_of_media(tokens: Ints, media: Sequence[Media], processor: Processor, *, source: str = "") -> Bools:
+    """Return which tokens stand for images and videos, [T]; the times between the frames of a video are among them.
+
+    Raises DataError as `last_image_tokens` does.
+    """
+    inside: Bools = np.zeros(len(tokens), dtype=np.bool_)
+    for item, last in zip(media, last_image_tokens(tokens, media, processor, source=source).tolist(), strict=True):
+        expansion = processor.expansion(item.size)
+        num_behind = len(expansion) - 1 - int(np.flatnonzero(processor.token_types(expansion))[-1])
+        end = last + num_behind + 1
+        inside[end - len(expansion) : end] = True
+    return inside
+
+
 def collapse(tokens: Ints, media: Sequence[Media], processor: Processor, *, source: str = "") -> Ints:
     """Return the tokens with one placeholder per image and video: the second form of `Processor.encode`.
 
     Raises DataError as `last_image_tokens` does.
     """
-    kept = np.ones(len(tokens), dtype=np.bool_)
-    for item, last in zip(media, last_image_tokens(tokens, media, processor, source=source).tolist(), strict=True):
-        expansion = processor.expansion(item.size)
-        num_behind = len(expansion) - 1 - int(np.flatnonzero(processor.token_types(expansion))[-1])
-        end = last + num_behind + 1
-        kept[end - len(expansion) : end] = False
-        kept[last] = True
+    last = last_image_tokens(tokens, media, processor, source=source)
+    kept = ~tokens_of_media(tokens, media, processor, source=source)
+    kept[last] = True
     collapsed: Ints = tokens[kept]
     return collapsed

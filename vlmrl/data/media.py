@@ -77,14 +77,24 @@ class Resized:
         return np.stack([np.asarray(frame, dtype=np.uint8) for frame in resized]).reshape(shape)
 
 
-def sheet(pixels: Pixels, *, columns: int = 4, max_frames: int = 16) -> Pixels:
-    """Lay frames of a video side by side, in rows of `columns`: [height, width, 3]. An image stays as it is."""
+def sheet(pixels: Pixels, *, columns: int = 4, max_frames: int = 16, max_side: int = 256) -> Pixels:
+    """Lay frames of a video side by side, in rows of `columns`, shrunk to `max_side`: [height, width, 3].
+
+    An image stays as it is.
+    """
     if pixels.ndim == 3:
         return pixels
     shown = pixels[np.unique(np.linspace(0, len(pixels) - 1, max_frames).round().astype(int))]
-    blank = np.zeros((-len(shown) % columns, *pixels.shape[1:]), dtype=np.uint8)
-    rows = np.concatenate([shown, blank]).reshape(-1, columns, *pixels.shape[1:])
+    shown = np.stack([_thumbnail(frame, max_side) for frame in shown])
+    blank = np.zeros((-len(shown) % columns, *shown.shape[1:]), dtype=np.uint8)
+    rows = np.concatenate([shown, blank]).reshape(-1, columns, *shown.shape[1:])
     return np.concatenate([np.concatenate(list(row), axis=1) for row in rows], axis=0)
+
+
+def _thumbnail(frame: Pixels, max_side: int) -> Pixels:
+    image = Image.fromarray(frame)
+    image.thumbnail((max_side, max_side))
+    return np.asarray(image)
 
 
 class ImageLimits(NamedTuple):

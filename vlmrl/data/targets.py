@@ -10,6 +10,7 @@ import numpy as np
 
 from vlmrl.config.data import Columns
 from vlmrl.data.conversations import answer_text
+from vlmrl.data.image_tokens import tokens_of_media
 from vlmrl.data.responses import check_response, sft_sample
 from vlmrl.data.unusable import UnusableError
 from vlmrl.errors import DataError
@@ -131,8 +132,9 @@ def _numbered(samples: list[Sample], *, number: int) -> list[Sample]:
 
 
 def _text_sample(prompt: Prompt, processor: Processor) -> Sample:
-    """Return the text with an end token; all tokens enter the loss but the first and those of images."""
+    """Return the text with an end token; all tokens enter the loss but the first and those of images and videos."""
     tokens = np.append(prompt.tokens, processor.eos_token_ids[0])
-    sampled = (processor.token_types(tokens) == 0) & ~np.isin(tokens, processor.banned_tokens)
+    of_media = tokens_of_media(tokens, prompt.media, processor, source=prompt.source)
+    sampled = ~of_media & ~np.isin(tokens, processor.banned_tokens)
     sampled[0] = False  # nothing is before it
     return Sample(tokens=tokens, sampled=sampled, media=prompt.media, group=prompt.index, source=prompt.source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vlmrl.config.data import Columns
+from vlmrl.config.videos import most_video_tokens
 from vlmrl.plugins import Processor
 
 MIN_PROMPTS_AT_ONCE = 64
@@ -44,7 +45,12 @@ def prompts_at_once(num_prompts: int, num_engines: int) -> int:
 
 
 def choose_limits(
-    demand: Demand | None, upper: Limits, *, max_num_seqs: int | None, max_num_batched_tokens: int | None
+    demand: Demand | None,
+    upper: Limits,
+    *,
+    max_num_seqs: int | None,
+    max_num_batched_tokens: int | None,
+    video_tokens: int = 0,
 ) -> Limits:
     """Choose limits that fit the demand, and at most `upper`.
 
@@ -56,6 +62,8 @@ def choose_limits(
         upper: vLLM's defaults for offline inference on this device.
         max_num_seqs: the user's value, which is used as it is.
         max_num_batched_tokens: the user's value, likewise.
+        video_tokens: those of the largest video. vLLM refuses one of more tokens than a step has, so they come before
+            `upper`.
     """
     seqs, tokens = upper
     if demand is not None:
@@ -65,7 +73,7 @@ def choose_limits(
         seqs = max_num_seqs
     # vLLM refuses more responses than tokens per step.
     if max_num_batched_tokens is None:
-        return Limits(seqs, max(tokens, seqs))
+        return Limits(seqs, max(tokens, seqs, video_tokens))
     return Limits(seqs if max_num_seqs is not None else min(seqs, max_num_batched_tokens), max_num_batched_tokens)
 
 
@@ -74,6 +82,19 @@ def format_limits(limits: Limits) -> str:
     return f"each engine: up to {limits.max_num_seqs} responses and {limits.max_num_batched_tokens} tokens at once"
 
 
-def video_limit(columns: Columns, processor: Processor) -> int:
-    """Return the most videos of a prompt. vLLM reserves memory for as many, of the largest size that it knows of."""
-    return 0 if columns.video_key is None or processor.frame_factor is None else columns.max_videos_per_prompt
+class VideoDemand(NamedTuple):
+    """Videos that an engine has to take."""
+
+    number: int
+    """The most of a prompt."""
+    tokens: int
+    """Those of the largest."""
+
+
+def video_demand(columns: Columns, processor: Processor) -> VideoDemand:
+    """Return the videos of a run. vLLM reserves memory for as many of a prompt, of the largest size that it knows of,
+    and for as many tokens as it encodes in one step.
+    """
+    if columns.video_key is None or processor.frame_factor is None or processor.resize_factor is None:
+        return VideoDemand(0, 0)
+    return VideoDemand(columns.max_videos_per_prompt, most_video_tokens(columns, side=processor.resize_factor))

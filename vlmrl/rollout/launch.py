@@ -30,7 +30,7 @@ from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
 from vlmrl.models.engine_kernels import check_engine_kernels
 from vlmrl.plugins import Processor
-from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits, video_limit
+from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits, video_demand
 from vlmrl.rollout.compatibility import FRONT_END, format_missing, missing
 from vlmrl.rollout.vllm_patches import KeepImages
 from vlmrl.startup.driver import gpu_problem
@@ -94,8 +94,9 @@ def engine_arguments(
         "scheduling_policy": "priority",
         "seed": 0,
     }
+    videos = video_demand(columns, processor)
     if processor.resize_factor is not None:
-        arguments["limit_mm_per_prompt"] = {"image": max_images, "video": video_limit(columns, processor)}
+        arguments["limit_mm_per_prompt"] = {"image": max_images, "video": videos.number}
         arguments["mm_processor_kwargs"] = dict(processor.engine_kwargs)
     if adapter is not None:
         arguments |= {
@@ -123,6 +124,7 @@ def engine_arguments(
         CPU_LIMITS if current_platform.is_cpu() else _offline_limits(vllm.tensor_parallel_size),
         max_num_seqs=vllm.max_num_seqs,
         max_num_batched_tokens=vllm.max_num_batched_tokens,
+        video_tokens=videos.tokens,
     )
     return arguments | limits._asdict()
 

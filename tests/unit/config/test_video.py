@@ -51,3 +51,18 @@ def test_generate_refuses_videos() -> None:
     given = {"actor.model_name_or_path": "m", "data.prompt_dataset": "d", "data.video_key": "videos"}
     with pytest.raises(ValidationError, match=r"vlmrl generate writes no videos yet"):
         GenerateConfig.model_validate(nest(given))
+
+
+def test_reward_servers_get_no_videos() -> None:
+    server = {"reward.remote_url": "http://localhost:1", "data.video_key": "videos"}
+    rl(**server, **{"reward.remote_images": "hash"})
+    with pytest.raises(ValidationError, match=r"videos are not sent to reward servers yet: set reward\.remote_images"):
+        rl(**server, **{"reward.remote_images": "data"})
+
+
+def test_a_step_of_an_engine_has_room_for_the_largest_video() -> None:
+    given = {"data.video_key": "videos", "data.max_len": 8000}
+    rl(**given, **{"vllm.max_num_batched_tokens": 8000})
+    rl(**given, **{"vllm.max_num_batched_tokens": 7000, "data.video_max_pixels": 104_000, "data.fps_max_frames": 64})
+    with pytest.raises(ValidationError, match=r"max_num_batched_tokens 7000 is below the tokens of .* video, 8000"):
+        rl(**given, **{"vllm.max_num_batched_tokens": 7000})

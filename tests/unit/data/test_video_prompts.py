@@ -32,7 +32,7 @@ LIMITS: dict[str, Any] = {
 BAD = {
     "cut.mp4": "is damaged or truncated: Invalid data",
     "long.mp4": "is longer than 600 s",
-    "one.mp4": "is too short (1 frames at 8 per second): two frames are needed",
+    "one.mp4": "is too short (1 frames at 8 per second, 0.1 s): two frames are needed",
     "empty.mp4": "is not a readable video (0 bytes)",
     "gone.mp4": "does not exist",
     "/etc/passwd": "is outside the dataset's folder",
@@ -178,3 +178,76 @@ def test_both_responses_of_a_pair_share_a_video(folder: Path, processor: plugins
     assert isinstance(pair, PairPrompt)
     assert pair.chosen.media[0].hash == pair.rejected.media[0].hash
     assert pair.chosen.shares_prompt
+
+
+def test_a_column_that_only_names_videos_does_not_stop_a_run(
+    folder: Path, processor: plugins.Processor, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = load(folder, {"input": "which?", "source": "clips/a.mp4"})
+    with caplog.at_level(logging.WARNING):
+        stream = PromptStream([rows], probs=None, processor=processor, columns=Columns(), seed=0)
+    assert len(stream.all_prompts(5)) == 1
+    assert "column 'source' names video files, which are not read (data.video_key)" in caplog.text
+
+
+def test_the_column_of_one_dataset_needs_the_setting(folder: Path, processor: plugins.Processor) -> None:
+    load(folder, {"input": "which?", "clips": "good.mp4"})
+    rows = load_rows(f"{folder / 'rows.jsonl'}:video_key=clips", split="train", max_samples=100, seed=0)
+    with pytest.raises(
+        DataError, match=r"names a column of videos, which is read only with data\.video_key: set it too"
+    ):
+        PromptStream([rows], probs=None, processor=processor, columns=Columns(), seed=0)
+    stream = PromptStream([rows], probs=None, processor=processor, columns=Columns(**LIMITS), seed=0)
+    assert len(stream.all_prompts(5)[0].media) == 1
+
+
+def test_a_video_above_the_longest_prompt_is_too_long(
+    folder: Path, processor: plugins.Processor, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = load(folder, {"input": "which?", "videos": ["good.mp4"]}, {"input": "which?"})
+    stream = PromptStream([rows], probs=None, processor=processor, columns=Columns(**LIMITS, max_len=7), seed=0)
+    with caplog.at_level(logging.WARNING), pytest.raises(DataError, match="cannot be used"):
+        stream.all_prompts(5)
+    assert "good.mp4 takes 8 tokens (4 frames of 64x64), data.max_len is 7" in caplog.text
+    assert stream.dropped == {"too long": 2}
+
+
+@pytest.mark.parametrize("template", [None, "Q: {} A:"])
+def test_a_text_without_a_chat_template_has_videos(
+    folder: Path, processor: plugins.Processor, template: str | None
+) -> None:
+    rows = load(
+        folder,
+        {"input": "a <video> b", "videos": ["good.mp4"]},
+        {"input": "c", "videos": ["good.mp4"]},
+        {"input": [{"role": "user", "content": "c"}], "videos": ["good.mp4"]},
+    )
+    plain: dict[str, Any] = {"apply_chat_template": False, "input_template": template}
+    stream = PromptStream([rows], probs=None, processor=processor, columns=Columns(**LIMITS, **plain), seed=0)
+    first, second = stream.all_prompts(5)
+    video = "<|vision_start|><|video_pad|><|vision_end|>"
+    around = ("", "") if template is None else ("Q: ", " A:")
+    assert first.text == f"{around[0]}a {video} b{around[1]}"
+    assert second.text == f"{around[0]}{video}c{around[1]}"
+    assert stream.dropped == {"question and images do not fit": 1}
+    assert not first.is_chat
+
+
+def test_the_tokens_of_a_video_are_not_learnt_with_its_text(folder: Path, processor: plugins.Processor) -> None:
+    rows = load(folder, {"input": "a <video> b", "videos": ["good.mp4"]})
+    plain: dict[str, Any] = {"apply_chat_template": False}
+    stream = PromptStream(
+        [rows],
+        probs=None,
+        processor=processor,
+        columns=Columns(**LIMITS, **plain),
+        seed=0,
+        requirements=RowRequirements(targets=Targets("text")),
+    )
+    (prompt,) = stream.all_prompts(1)
+    assert isinstance(prompt, SupervisedPrompt)
+    (sample,) = prompt.samples
+    # Neither patches nor the times between the frames; the first token has none before it.
+    learnt = processor.tokenizer.decode(sample.tokens[sample.sampled])
+    assert "seconds" in processor.tokenizer.decode(sample.tokens)
+    assert learnt.replace(" ", "") == "b" + processor.tokenizer.decode([processor.eos_token_ids[0]])

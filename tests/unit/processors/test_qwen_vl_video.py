@@ -212,4 +212,6 @@ def test_replacements_of_videos_have_their_shape(processor: Any) -> None:
     assert Resized("r", item.size, other).fetch().shape == item.pixels.shape
     assert Resized("r", item.size, image(processor.resize_factor)).fetch().shape == item.pixels.shape
     assert Resized("r", (64, 32), item).fetch().shape == (32, 64, 3)
+    large = sheet(np.zeros((3, 512, 1024, 3), np.uint8))
+    assert large.shape == (128, 4 * 256, 3)
     assert sheet(item.pixels).shape == (3 * item.pixels.shape[1], 4 * item.pixels.shape[2], 3)

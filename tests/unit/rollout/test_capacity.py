@@ -3,6 +3,7 @@
 from typing import Any
 
 from vlmrl.config.data import Columns
+from vlmrl.config.videos import most_video_tokens
 from vlmrl.rollout.capacity import (
     CPU_LIMITS,
     Demand,
@@ -10,7 +11,7 @@ from vlmrl.rollout.capacity import (
     choose_limits,
     format_limits,
     prompts_at_once,
-    video_limit,
+    video_demand,
 )
 
 LARGE = Limits(1024, 16384)
@@ -58,14 +59,36 @@ def test_limits_are_formatted_in_one_line() -> None:
 
 
 class Reader:
-    """The part of a processor that the limit of videos needs."""
+    """The part of a processor that the demand of videos needs."""
 
     frame_factor: int | None = 2
+    resize_factor: int | None = 32
 
 
 def test_a_prompt_has_videos_where_they_are_read_and_the_model_takes_them() -> None:
     reader: Any = Reader()
-    assert video_limit(Columns(video_key="videos", max_videos_per_prompt=3), reader) == 3
-    assert video_limit(Columns(), reader) == 0
+    assert video_demand(Columns(video_key="videos", max_videos_per_prompt=3), reader) == (3, 2048)
+    assert video_demand(Columns(), reader) == (0, 0)
     reader.frame_factor = None
-    assert video_limit(Columns(video_key="videos"), reader) == 0
+    assert video_demand(Columns(video_key="videos"), reader) == (0, 0)
+
+
+def test_the_largest_video_has_the_frames_and_pixels_of_the_limits() -> None:
+    given: dict[str, Any] = {"video_key": "videos", "max_len": 10**6}
+    # 64 frames are 32 pairs of 131,072 / 1024 tokens.
+    few = Columns(**given, fps_max_frames=64, video_min_pixels=4096, video_max_pixels=131_072)
+    assert most_video_tokens(few, side=32) == 32 * 128
+    # All frames together have at most the total, of which half counts.
+    assert most_video_tokens(Columns(**given), side=28) == 90_316_800 // 784
+    assert most_video_tokens(Columns(video_key="videos"), side=28) == 2048
+
+
+def test_a_step_has_room_for_the_largest_video() -> None:
+    def chosen(video_tokens: int, tokens: int | None = None) -> Limits:
+        return choose_limits(
+            None, CPU_LIMITS, max_num_seqs=None, max_num_batched_tokens=tokens, video_tokens=video_tokens
+        )
+
+    assert chosen(4096) == (128, 4096)
+    assert chosen(100) == CPU_LIMITS
+    assert chosen(4096, tokens=8000) == (128, 8000)
