@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +22,16 @@ from vlmrl.config.load import load
 from vlmrl.config.stages import SftConfig
 from vlmrl.config.verbs import RlConfig
 from vlmrl.config.vllm import Vllm
-from vlmrl.data.media import InlineMedia
+from vlmrl.data.media import InlineMedia, Noise
 from vlmrl.data.packing import make_pack
 from vlmrl.learning.forward import LogprobForward
 from vlmrl.models import tiny
 from vlmrl.models.attention import implementation
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
+from vlmrl.rollout.capacity import CPU_LIMITS
 from vlmrl.rollout.engine import RolloutEngine
+from vlmrl.rollout.launch import engine_arguments
 from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Group, Layout, Media, Prompt, Sample, Sampling
 from vlmrl.video_size import VideoSize
@@ -37,6 +40,8 @@ COLUMNS = Columns(video_key="videos", max_videos_per_prompt=2, max_pixels=200 * 
 SAMPLING = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
 BLIND = (math.log(6) + math.log(5)) / 3
 """Lowest loss per token without looking: a response is two of six letters, each once, and an end token."""
+BF16 = 0.1
+"""As for images of a hybrid model in `test_hybrid_engine.py`."""
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared")
 
 
@@ -61,15 +66,17 @@ def _prompt(index: int, processor: plugins.Processor, kinds: tuple[str, ...]) ->
     return Prompt(index, f"test:{index}", text, tokens, request, label=None, media=media)
 
 
-def _generate(model: Path, prompts: list[Prompt]) -> list[Group]:
+def _generate(
+    model: Path, prompts: list[Prompt], *, dtype: str = "fp32", columns: Columns = COLUMNS, max_model_len: int = 640
+) -> list[Group]:
     engine = RolloutEngine(
         EngineSettings(
             model=str(model),
             vllm=Vllm(cpu_kv_cache_gib=0.25),
-            columns=COLUMNS,
+            columns=columns,
             trust_remote_code=False,
-            dtype="fp32",
-            max_model_len=640,
+            dtype=dtype,
+            max_model_len=max_model_len,
             top_p=1.0,
             name="engine-0",
             adapter=None,
@@ -112,6 +119,64 @@ def test_engine_and_trainer_agree_on_videos_in_every_layout(family: tiny.Family,
         rows = dict(forward.logprobs([make_pack(samples, range(len(samples)), layout)]))
         for i, segment in enumerate(segments):
             assert np.abs((rows[i] - segment.logprobs)[segment.sampled]).max() < EXACT, (layout, i)
+
+
+@pytest.mark.prove
+def test_an_engine_in_bf16_agrees_on_videos_of_a_hybrid_model(tmp_path: Path) -> None:
+    """vLLM computes Qwen3.5 on CPU in bf16 only, so the gap is compared with that of other videos."""
+    torch.manual_seed(0)
+    model = tiny.build("qwen3_5", tmp_path / "model", size="micro")
+    processor = plugins.processor_of(str(model), COLUMNS)
+    kinds = [("video",), ("video", "image"), ("image", "video", "video"), ()]
+    groups = _generate(model, [_prompt(i, processor, k) for i, k in enumerate(kinds)], dtype="bf16")
+    net = load_model(str(model), dtype=torch.float32, attn_implementation=implementation("auto", torch.device("cpu")))
+    forward = LogprobForward(
+        Scorer(net), processor, temperature=1.0, bans=True, device=torch.device("cpu"), cache_bytes=0
+    )
+    of_videos = {media.hash: media for group in groups for media in group.prompt.media}
+    others = {name: Noise(f"other:{name}", media.size) for name, media in of_videos.items()}
+    gaps: dict[str, list[float]] = {"same": [], "other": []}
+    for name, replaced in (("same", of_videos), ("other", others)):
+        for number, group in enumerate(groups):
+            for segment in group.segments:
+                media = tuple(replaced[item.hash] for item in segment.media)
+                sample = Sample(segment.tokens, segment.sampled, media, group=number)
+                (_, row), *_ = forward.logprobs([make_pack([sample], range(1), "packed")])
+                gaps[name] += np.abs((row - segment.logprobs)[segment.sampled]).tolist()
+    print({name: (max(gap), sum(gap) / len(gap)) for name, gap in gaps.items()})
+    assert max(gaps["same"]) < BF16
+
+
+@pytest.mark.prove
+def test_an_engine_takes_a_video_of_more_tokens_than_its_usual_step(tmp_path: Path) -> None:
+    model = tiny.build("qwen2_5_vl", tmp_path / "model", size="micro")
+    columns = COLUMNS.model_copy(update={"max_len": 4000, "fps_max_frames": 40})
+    processor = plugins.processor_of(str(model), columns)
+    size = VideoSize(12 * 28, 12 * 28, tuple(range(40)), fps=2.0, total=40)
+    assert processor.num_tokens(size) == 2880 > CPU_LIMITS.max_num_batched_tokens
+    text = processor.render([{"role": "user", "content": [{"type": "video"}]}], num_images=1, columns=columns)
+    tokens, request = processor.encode(text, [size])
+    prompt = Prompt(0, "test:0", text, tokens, request, label=None, media=(Noise("long", size),))
+    (group,) = _generate(model, [prompt], columns=columns, max_model_len=4032)
+    assert len(group.rollouts) == SAMPLING.n
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5"])
+def test_engines_can_reserve_memory_for_the_largest_video(family: tiny.Family, tmp_path: Path) -> None:
+    """As they do when they start on a GPU: vLLM makes a video of the largest size that it knows of."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    model = tiny.build(family, tmp_path / "model", size="micro")
+    processor = plugins.processor_of(str(model), COLUMNS)
+    limits: Any = engine_arguments(vllm=Vllm(), max_images=1, processor=processor, top_p=1.0, columns=COLUMNS)
+    arguments: Any = {name: limits[name] for name in ("limit_mm_per_prompt", "mm_processor_kwargs")}
+    config = EngineArgs(model=str(model), max_model_len=4096, **arguments).create_model_config()
+    made = MULTIMODAL_REGISTRY.create_processor(config)
+    counts: Any = made.info.get_mm_max_tokens_per_item(4096, {"image": 1, "video": COLUMNS.max_videos_per_prompt})
+    (video, *_) = made.get_dummy_mm_inputs({"video": 1})["mm_placeholders"]["video"]
+    assert 0.9 * counts["video"] <= video.get_num_embeds() <= counts["video"]
 
 
 @pytest.mark.usefixtures("ray_session")
