@@ -98,6 +98,8 @@ def rows(
         raise ConfigError(f"visual_motion?families={'+'.join(families)}: choose among {', '.join(FAMILIES)}")
     if frames not in range(2, _CELLS + 1) or frames % 2:
         raise ConfigError(f"visual_motion?frames={frames}: choose 2, 4, 6 or 8")
+    if frames == 2 and "order" in families:
+        raise ConfigError("visual_motion?families=order: two frames show one colour, choose 4, 6 or 8 frames")
     if pixels < 32 or pixels % 2:
         raise ConfigError(f"visual_motion?pixels={pixels}: choose an even number from 32 on")
 

@@ -235,14 +235,26 @@ def plugin_names(kind: Literal["processors", "datasets"]) -> list[str]:
 
 
 def processor_of(path: str, columns: Columns, *, trust_remote_code: bool = False, flag: str = MODEL_FLAG) -> Processor:
-    """Load the processor of a model with the image sizes of the settings."""
-    return processor(
+    """Load the processor of a model with the image sizes of the settings.
+
+    Raises ConfigError also if no frame of a video can have the sizes of the settings.
+    """
+    loaded = processor(
         path,
         min_pixels=columns.min_pixels,
         max_pixels=columns.max_pixels,
         trust_remote_code=trust_remote_code,
         flag=flag,
     )
+    if columns.video_key is not None and loaded.resize_factor is not None:
+        area, least = loaded.resize_factor**2, columns.video_min_pixels
+        if -(-least // area) > max(columns.video_max_pixels, int(least * 1.05)) // area:
+            side, most = loaded.resize_factor, columns.video_max_pixels
+            raise ConfigError(
+                f"data.video_min_pixels {least} and data.video_max_pixels {most}: no frame of whole {side}x{side} "
+                f"patches ({area} pixels) lies between them"
+            )
+    return loaded
 
 
 def check_same_inputs(other: Processor, actor_processor: Processor, *, what: str, actor: str) -> None:

@@ -35,6 +35,11 @@ def conflicts_of_videos(columns: Columns, *, has_agent: bool, reward: Scoring, v
             "data.video_key is set, but videos are not sent to reward servers yet: set reward.remote_images to hash or "
             "none"
         )
+    if columns.video_key == columns.image_key:
+        conflicts.append(
+            f"data.video_key and data.image_key are both {columns.video_key}, which would be read twice: set the one "
+            "that the column does not hold to none"
+        )
     tokens, most = vllm.max_num_batched_tokens, most_video_tokens(columns)
     if tokens is not None and tokens < most:
         conflicts.append(

@@ -133,10 +133,10 @@ def find_columns(
         )
     if label_for is not None:
         _check_values(source, keys, rows, "label_key", f"{label_for} needs a label")
-    if columns.image_key is not None:
-        _check_images(source, keys, rows)
     if columns.video_key is not None or "video_key" not in columns.model_fields_set:
         _check_videos(source, keys, rows)
+    if columns.image_key is not None:
+        _check_images(source, keys, rows)
     return keys
 
 
@@ -301,7 +301,10 @@ def _check_images(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -
 def _check_videos(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise DataError when a column with videos is not read; warn of one that may be metadata, by its name."""
     used = {top_column(key) for key in keys.values()}
-    for column in source.columns if not _has_column(source, keys["video_key"]) else ():
+    is_read = _has_column(source, keys["video_key"])
+    if is_read and any(as_list(value_at(row, keys["video_key"])) for row in rows):
+        return
+    for column in source.columns:
         if column in used or not any(_holds(_looks_like_videos, column, row.get(column)) for row in rows):
             continue
         if _VIDEO_NAME.fullmatch(column) is None:
@@ -309,8 +312,13 @@ def _check_videos(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -
                 "dataset %s: column %r names video files, which are not read (data.video_key)", source.name, column
             )
             continue
+        if is_read and any(
+            as_list(value_at(row, keys["video_key"])) for row in _sampled_rows(source, _NUM_SEARCHED_ROWS)
+        ):
+            return
+        read = f", and data.video_key {keys['video_key']!r} holds none in the rows read" if is_read else ""
         raise DataError(
-            f"dataset {source.name} has videos in column {column!r}, which is not read: set data.video_key to "
+            f"dataset {source.name} has videos in column {column!r}, which is not read{read}: set data.video_key to "
             f"{column} if the model takes videos, or to none if the text needs none"
         )
 
@@ -354,7 +362,8 @@ def _looks_like_videos(column: str, value: Any) -> bool:
     if not isinstance(first, str) or not first:
         return False
     return _VIDEO_FILE.fullmatch(first) is not None or (
-        _VIDEO_NAME.fullmatch(column) is not None and ("/" in first or first.startswith("data:video/"))
+        _VIDEO_NAME.fullmatch(column) is not None
+        and ("/" in first or first.startswith("data:video/") or first.lower().endswith(".gif"))
     )
 
 

@@ -154,9 +154,13 @@ def place_videos(question: Any, images: Sequence[Any], videos: Sequence[VideoSou
     messages = [{"role": "user", "content": question}] if is_text else list(question)
     if not all(isinstance(message, Mapping) for message in messages):
         return question, [*images, *videos]  # refused when it is rendered
-    # Without images, `<image>` is the processor's to refuse, or plain text.
+    # Without images, `<image>` is the processor's to refuse, or plain text; LLaVA-Video marks its videos so.
     marks_read = re.compile(f"({IMAGE}|{VIDEO})" if images else f"({VIDEO})")
+    if not images and _count(messages, VIDEO) == 0 and _count(messages, IMAGE) == len(videos):
+        marks_read = re.compile(f"({IMAGE})")
     split = [{**message, "content": _split(message.get("content"), marks_read)} for message in messages]
+    if IMAGE in marks_read.pattern and not images:
+        split = [{**message, "content": _as_videos(message["content"])} for message in split]
     waiting: dict[str, list[Any]] = {"image": list(images), "video": list(videos)}
     first = next((message for message in split if message.get("role") == "user"), split[0])
     for kind in ("video", "image"):
@@ -230,6 +234,17 @@ def _split(content: Any, marks: re.Pattern[str]) -> Any:
             {"type": _TYPES[piece]} if piece in _TYPES else {"type": "text", "text": piece} for piece in pieces if piece
         ]
     return parts
+
+
+def _count(messages: Sequence[Mapping[str, Any]], mark: str) -> int:
+    """Return how often a placeholder stands in the texts of messages."""
+    pieces = (piece for message in messages for piece in _split(message.get("content"), re.compile(f"({mark})")) or ())
+    return sum(_kind(piece) == _TYPES[mark] for piece in pieces)
+
+
+def _as_videos(content: Any) -> Any:
+    """Take the images of a content for videos."""
+    return content and [{"type": "video"} if _kind(part) == "image" else part for part in content]
 
 
 def _is_image(value: Any) -> bool:

@@ -60,6 +60,12 @@ def test_reward_servers_get_no_videos() -> None:
         rl(**server, **{"reward.remote_images": "data"})
 
 
+def test_a_column_is_not_read_as_images_and_videos() -> None:
+    rl(**{"data.video_key": "media", "data.image_key": "none"})
+    with pytest.raises(ValidationError, match=r"data\.video_key and data\.image_key are both media"):
+        rl(**{"data.video_key": "media", "data.image_key": "media"})
+
+
 def test_a_step_of_an_engine_has_room_for_the_largest_video() -> None:
     given = {"data.video_key": "videos", "data.max_len": 8000}
     rl(**given, **{"vllm.max_num_batched_tokens": 8000})

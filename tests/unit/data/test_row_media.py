@@ -151,6 +151,17 @@ def test_placeholders_mark_the_places_of_images_and_videos() -> None:
     assert sources == [a, "i.png", b]
 
 
+def test_videos_that_are_marked_as_images_are_taken_where_a_row_has_no_images() -> None:
+    """As in LLaVA-Video's rows."""
+    a, b = VideoSource("a.mp4"), VideoSource("b.mp4")
+    messages, sources = place_videos([{"role": "user", "content": "<image>\nWhich? <image>"}], [], [a, b])
+    assert (types(messages), sources) == (["<video>", "\nWhich? ", "<video>"], [a, b])
+    messages, sources = place_videos("<image> and <video>", [], [a])
+    assert (types(messages), sources) == (["<image> and ", "<video>"], [a])
+    messages, sources = place_videos("What does <image> mean, <image>?", [], [a])
+    assert (types(messages), sources) == (["<video>", "What does <image> mean, <image>?"], [a])
+
+
 def test_without_placeholders_images_come_first_then_videos() -> None:
     a = VideoSource("a.mp4")
     messages, sources = place_videos(

@@ -19,7 +19,7 @@ from vlmrl.data.pairs import PairPrompt, PairStream
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_rows
 from vlmrl.data.targets import SupervisedPrompt, Targets
-from vlmrl.errors import DataError
+from vlmrl.errors import ConfigError, DataError
 from vlmrl.models import tiny
 from vlmrl.video_size import VideoSize
 
@@ -65,6 +65,16 @@ def load(folder: Path, *rows: dict[str, Any]) -> Rows:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_rows(str(file), split="train", max_samples=100, seed=0)
+
+
+def test_bounds_between_which_no_frame_lies_are_refused(processor: plugins.Processor) -> None:
+    path = processor.tokenizer.name_or_path
+    plugins.processor_of(path, Columns(video_key="videos", video_min_pixels=1, video_max_pixels=1024))
+    plugins.processor_of(path, Columns(video_min_pixels=1, video_max_pixels=500))
+    with pytest.raises(
+        ConfigError, match=r"video_min_pixels 1 and data\.video_max_pixels 500: no frame of whole 32x32"
+    ):
+        plugins.processor_of(path, Columns(video_key="videos", video_min_pixels=1, video_max_pixels=500))
 
 
 def test_a_video_is_in_prompt_request_and_messages(folder: Path, processor: plugins.Processor) -> None:
@@ -120,6 +130,13 @@ def test_a_dataset_whose_videos_are_not_read_is_refused(folder: Path, processor:
         lists = load(folder, {"input": "which?", "videos": videos})
         with pytest.raises(DataError, match=r"videos in column 'videos', which is not read"):
             PromptStream([lists], probs=None, processor=processor, columns=Columns(), seed=0)
+    for video in ("c.gif", ["c.gif", "d.mp4"]):
+        named = load(folder, {"input": "which?", "videos": video})
+        with pytest.raises(DataError, match=r"set data\.video_key to videos"):
+            PromptStream([named], probs=None, processor=processor, columns=Columns(), seed=0)
+    other = load(folder, {"input": "which?", "videos": [], "clip": "good.mp4"})
+    with pytest.raises(DataError, match=r"videos in column 'clip', .* data\.video_key 'videos' holds none in the rows"):
+        PromptStream([other], probs=None, processor=processor, columns=Columns(video_key="videos"), seed=0)
     assert _looks_like_videos("videos", [{"bytes": b"\0\0\0 ftyp", "path": None}]), "as Hub datasets have them"
     assert not _looks_like_videos("prompt", [{"bytes": b"\0\0\0 ftyp", "path": None}])
 

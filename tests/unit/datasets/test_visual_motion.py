@@ -56,7 +56,13 @@ def test_splits_share_no_video() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("frames=3", "choose 2, 4, 6 or 8"), ("families=x", "choose among"), ("pixels=9", "even")]
+    ("option", "message"),
+    [
+        ("frames=3", "choose 2, 4, 6 or 8"),
+        ("families=x", "choose among"),
+        ("pixels=9", "even"),
+        ("frames=2&families=move+order", "two frames show one colour"),
+    ],
 )
 def test_bad_options_are_refused(option: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
