@@ -70,9 +70,11 @@ def critic(
     dtype: str = "fp32",
     four_bit: bool = False,
     sequence: int = 1,
+    experts: int = 1,
     **options: Any,
 ) -> Any:
-    ds = Ds(param_dtype=dtype, load_in_4bit=four_bit, sequence_parallel_size=sequence)  # type: ignore[arg-type]
+    parallel = {"sequence_parallel_size": sequence, "expert_parallel_size": experts}
+    ds = Ds(param_dtype=dtype, load_in_4bit=four_bit, **parallel)  # type: ignore[arg-type]
     adapter = None if lora is None else plan(model, lora, {})
     return replace(settings(model, **options), ds=ds, adapter=adapter).build()
 

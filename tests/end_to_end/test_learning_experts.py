@@ -36,7 +36,7 @@ def runs(proves: bool, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     from vlmrl.models.tiny import build
 
     folder = tmp_path_factory.mktemp("runs")
-    ranks = Ranks(folder)
+    ranks = Ranks(folder, Path(__file__).with_name("critic_rank.py"))
     given: dict[str, dict[str, Any]] = {}
     for name, family in MODELS.items():
         model = str(build(family, folder / f"{name}_model", size="micro", seed=3))  # type: ignore[arg-type]
@@ -45,6 +45,7 @@ def runs(proves: bool, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         ranks.add(f"{name}_alone", "update", **given[name], cut=PADDED)
     if proves:
         ranks.add("text_free", "update", **given["text"], cut=PADDED, max_norm=0.0)
+        ranks.add("value_alone", "value", **given["vl"], cut="padded_many")
     ranks.run(1)
     for name, options in (STEPS | (MORE if proves else {})).items():
         save = str(folder / "saved") if name == "text_2" else None
@@ -52,6 +53,8 @@ def runs(proves: bool, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     for stage in (1, 2, 3) if proves else (2,):
         ranks.add(f"unbroken_{stage}", "unbroken", **given["text"], **resumed(folder, stage))
     if proves:
+        for stage in (2, 3):
+            ranks.add(f"value_{stage}", "value", **given["vl"], cut="shared_one", stage=stage, experts=2)
         balance = {"cut": SHARED, "stage": 2, "aux_loss_coef": 0.5}
         ranks.add("balanced", "update", **given["vl"], **balance, experts=2)
         ranks.add("balanced_whole", "update", **given["vl"], **balance)
@@ -136,3 +139,10 @@ def test_bf16_differs_by_rounding(runs: Ranks) -> None:
     runs.assert_close("bf16", "bf16_whole", 2e-2)
     first, other = (runs.json(name)["steps"][1]["policy/grad_norm"] for name in ("bf16", "bf16_whole"))
     assert first == pytest.approx(other, rel=2e-2)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_critic_spreads_its_experts_too(runs: Ranks, stage: int) -> None:
+    runs.assert_close(f"value_{stage}", "value_alone", 2e-6)
+    runs.assert_close(f"value_{stage}.values", "value_alone.values", 5e-6)
