@@ -89,6 +89,9 @@ def reference_functions(net: nn.Module) -> Iterator[None]:
         for name, function in vars(library).items()
         if name.endswith(_WITH_KERNELS)
     ]
+    # Two convolutions and two delta rules each; behind another decorator the kernels would stay, silently.
+    assert len(replaced) == 4 * len(libraries), [name for _, name, _ in replaced]
+    assert all(hasattr(function, "__wrapped__") for _, _, function in replaced)
     try:
         for library, name, function in replaced:
             setattr(library, name, inspect.unwrap(function))
@@ -188,19 +191,21 @@ class _States:
 
 
 class _Batch(NamedTuple):
-    """Spans that run together, n of at most m tokens."""
+    """Spans that run together, n of at most m tokens; all have a parent, or none."""
 
     tokens: Tensor
-    """[n, m] rows of the flat states; short spans are padded with their last token, behind it, where a causal layer
-    does not read it."""
+    """[n, m] rows of the flat states. Short spans are padded behind, where a causal layer does not read it; spans that
+    may be parents in front, where padding of zeros has neither keys nor values and leaves the first state at zero."""
+    zeros: Tensor | None
+    """[n, m] True on padding in front; None if there is none."""
     parents: Tensor | None
-    """[n] index of each span's parent among the parents, in the order in which they run; None without parents."""
-    are_parents: bool
+    """[n] index of each span's parent among the spans without one, in the order in which they run."""
 
 
 class _Schedule(NamedTuple):
     batches: tuple[_Batch, ...]
-    """Parents first."""
+    """Spans without a parent first."""
+    has_parents: bool
     order: Tensor
     """[T] where each token's output is in those of the batches, laid end to end with padding."""
 
@@ -211,14 +216,16 @@ def _run_spans(run: Callable[..., Tensor], flat: Tensor, plan: AttentionPlan) ->
     outputs: list[Tensor] = []
     of_parents: list[_States] = []
     for batch in schedule.batches:
+        inputs = flat.index_select(0, batch.tokens.flatten()).reshape(*batch.tokens.shape, -1)
         states = None
-        if batch.are_parents:
-            states = _States()
-            of_parents.append(states)
-        elif batch.parents is not None:
+        if batch.parents is not None:
             finals = zip(*(ended.final for ended in of_parents), strict=True)
             states = _States(*(torch.cat(parts).index_select(0, batch.parents) for parts in finals))
-        inputs = flat.index_select(0, batch.tokens.flatten()).reshape(*batch.tokens.shape, -1)
+        elif schedule.has_parents:
+            states = _States()
+            of_parents.append(states)
+        if batch.zeros is not None:
+            inputs = inputs.masked_fill(batch.zeros[..., None], 0.0)
         outputs.append(run(inputs, cache_params=states).flatten(0, 1))
     return torch.cat(outputs).index_select(0, schedule.order)
 
@@ -227,35 +234,36 @@ def _run_spans(run: Callable[..., Tensor], flat: Tensor, plan: AttentionPlan) ->
 def _schedule(plan: AttentionPlan, device: torch.device) -> _Schedule:
     """Plan the batches. Cached: it is the same for all layers of a pass."""
     spans = plan.spans
-    parents = {span.parent for span in spans if span.parent is not None}
-    buckets: dict[tuple[bool, bool, int], list[int]] = {}
+    has_parents = any(span.parent is not None for span in spans)
+    buckets: dict[tuple[bool, int], list[int]] = {}
     for i, span in enumerate(spans):
-        # Padding would change a parent's final states, so only parents of equal length share a batch.
-        size = span.length if i in parents else -(-span.length // _CHUNK)
-        buckets.setdefault((i not in parents, span.parent is not None, size), []).append(i)
+        buckets.setdefault((span.parent is not None, -(-span.length // _CHUNK)), []).append(i)
     batches, order = [], np.empty(plan.length, dtype=np.int64)
-    place: dict[int, int] = {}
+    place: dict[int | None, int] = {}
     num_rows = 0
-    for (is_no_parent, has_parent, _), members in sorted(buckets.items()):
-        if not is_no_parent:
+    for (has_parent, _), members in sorted(buckets.items()):
+        if not has_parent:
             place |= {i: len(place) + n for n, i in enumerate(members)}
+        in_front = has_parents and not has_parent
         # Layers take a single token behind a state for a step of decoding, whose kernels have no gradient.
-        tokens, is_real = _stack([spans[i] for i in members], min_width=1 + has_parent)
+        tokens, is_real = _stack([spans[i] for i in members], min_width=1 + has_parent, in_front=in_front)
         order[tokens[is_real]] = num_rows + np.flatnonzero(is_real)
         num_rows += tokens.size
-        of_parents = [place[spans[i].parent] for i in members] if has_parent else None  # type: ignore[index]
+        of_parents = [place[spans[i].parent] for i in members] if has_parent else None
         batches.append(
             _Batch(
                 tokens=torch.from_numpy(tokens).to(device),
+                zeros=torch.from_numpy(~is_real).to(device) if in_front and not is_real.all() else None,
                 parents=None if of_parents is None else torch.tensor(of_parents, device=device),
-                are_parents=not is_no_parent,
             )
         )
-    return _Schedule(tuple(batches), torch.from_numpy(order).to(device))
+    return _Schedule(tuple(batches), has_parents, torch.from_numpy(order).to(device))
 
 
-def _stack(spans: Sequence[Span], *, min_width: int) -> tuple[Ints, Bools]:
-    """Stack the rows of spans as [n, m], and the mask that is False on padding."""
+def _stack(spans: Sequence[Span], *, min_width: int, in_front: bool) -> tuple[Ints, Bools]:
+    """Stack the rows of spans as [n, m], padded behind or in front with a row of the span, and the mask that is False
+    on padding."""
     starts, lengths = (np.array(column)[:, None] for column in zip(*((s.start, s.length) for s in spans), strict=True))
-    offset = np.arange(max(min_width, int(lengths.max())))
-    return starts + np.minimum(offset, lengths - 1), offset < lengths
+    width = max(min_width, int(lengths.max()))
+    offset = np.arange(width) - (width - lengths if in_front else 0)
+    return starts + np.clip(offset, 0, lengths - 1), (offset >= 0) & (offset < lengths)

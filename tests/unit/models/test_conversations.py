@@ -105,8 +105,8 @@ def assert_equal_gradients(net: Any, other: Any) -> None:
         assert (mine.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
             scale = float(theirs.grad.abs().max().clamp(min=1.0))
-            # Rounding in the decays of linear attention adds up within a chunk of 64 tokens.
-            bound = 5e-5 if "linear_attn" in name else 1e-5
+            # Rounding in the decays of linear attention adds up within a chunk of 64 tokens, padding in front included.
+            bound = 1e-4 if "linear_attn" in name else 1e-5
             torch.testing.assert_close(mine.grad, theirs.grad, atol=bound * scale, rtol=1e-4, msg=name)
 
 

@@ -306,23 +306,51 @@ def test_backward_hooks_run_behind_the_gradients_of_the_layer(reader: Make, embe
 # ---------------------------------------------------------------- schedules
 
 
-def test_parents_run_first_and_only_equal_ones_together() -> None:
-    spans = (Span(0, 3), Span(3, 1, 0), Span(4, 2), Span(6, 70, 2), Span(76, 5), Span(81, 3), Span(84, 2, 5))
+def test_parents_run_first_padded_in_front() -> None:
+    spans = (Span(0, 3), Span(3, 1, 0), Span(4, 2), Span(6, 70, 2), Span(76, 65), Span(141, 3), Span(144, 2, 5))
     schedule = linear_attention._schedule(plan_attention(spans, causal=True), CPU)
-    runs = [(batch.are_parents, batch.tokens.tolist()) for batch in schedule.batches]
-    assert runs[0] == (True, [[4, 5]])
-    assert runs[1] == (True, [[0, 1, 2], [81, 82, 83]])
-    assert runs[2] == (False, [[76, 77, 78, 79, 80]])
-    # Children of at most one chunk, padded with their last token, and of two.
-    assert runs[3] == (False, [[3, 3], [84, 85]])
-    assert runs[4] == (False, [list(range(6, 76))])
+    tokens = [batch.tokens.tolist() for batch in schedule.batches]
+    # Spans without a parent: of at most one chunk of 64, and of two.
+    assert tokens[0] == [[0, 1, 2], [4, 4, 5], [141, 142, 143]]
+    assert tokens[1] == [list(range(76, 141))]
+    # Children likewise, padded behind.
+    assert tokens[2] == [[3, 3], [144, 145]]
+    assert tokens[3] == [list(range(6, 76))]
+    zeros = [None if batch.zeros is None else batch.zeros.tolist() for batch in schedule.batches]
+    assert zeros == [[[False] * 3, [True, False, False], [False] * 3], None, None, None]
     parents = [None if batch.parents is None else batch.parents.tolist() for batch in schedule.batches]
-    assert parents == [None, None, None, [1, 2], [0]]
+    # The third to run is the span at 141, the second that at 4.
+    assert parents == [None, None, [0, 2], [1]]
     flat = torch.cat([batch.tokens.flatten() for batch in schedule.batches])
-    assert flat[schedule.order].tolist() == list(range(86))
+    assert flat[schedule.order].tolist() == list(range(146))
+
+
+def test_without_parents_padding_is_behind() -> None:
+    schedule = linear_attention._schedule(plan_attention((Span(0, 3), Span(3, 2)), causal=True), CPU)
+    (batch,) = schedule.batches
+    assert batch.tokens.tolist() == [[0, 1, 2], [3, 4, 4]]
+    assert batch.zeros is None
+
+
+def test_padding_in_front_that_is_not_zero_is_found(reader: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, read, made = model(), reader("qwen3"), samples((6, (4, 3)), (3, (5, 2)))
+    pack = make_pack(made, range(4), "shared")
+    expected, _ = scores(net, read, make_pack(made, range(4), "padded"))
+    schedule = linear_attention._schedule
+
+    def unmasked(plan: AttentionPlan, device: torch.device) -> Any:
+        planned = schedule(plan, device)
+        assert any(batch.zeros is not None for batch in planned.batches)
+        return planned._replace(batches=tuple(batch._replace(zeros=None) for batch in planned.batches))
+
+    monkeypatch.setattr(linear_attention, "_schedule", unmasked)
+    rows, _ = scores(net, read, pack)
+    for row, other in zip(rows[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(row, other, atol=1e-10)
+    assert max(np.abs(a - b).max() for a, b in zip(rows[2:], expected[2:], strict=True)) > 1e-3
 
 
 def test_a_single_token_behind_a_prompt_is_no_step_of_decoding() -> None:
     spans = (Span(0, 3), Span(3, 1, 0), Span(4, 1), Span(5, 1), Span(6, 1, 3))
     schedule = linear_attention._schedule(plan_attention(spans, causal=True), CPU)
-    assert [batch.tokens.shape[1] for batch in schedule.batches] == [1, 3, 1, 2]
+    assert [list(batch.tokens.shape) for batch in schedule.batches] == [[3, 3], [2, 2]]
