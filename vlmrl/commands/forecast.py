@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vlmrl.config.actor import Model
+from vlmrl.config.critic import Critic
 from vlmrl.config.num_steps import last_step, optimizer_steps
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
@@ -45,6 +47,21 @@ def format_steps(config: TrainingConfig, num_rows: int) -> str:
         f"{_counted(updates_per_step, 'update')} each of {config.train.batch_size} samples; "
         f"{_passes(config, num_rows)}{cut}{ahead}"
     )
+
+
+def format_groups(config: TrainingConfig | EvalConfig) -> list[str]:
+    """Warn in one line per model whose ranks share tokens across machines; nothing otherwise."""
+    size = config.ds.sequence_parallel_size
+    ranks: dict[str, Model | Critic] = {} if isinstance(config, EvalConfig) else {"actor": config.actor}
+    if isinstance(config, RlConfig) and config.has_critic and not config.critic_is_with_actor:
+        ranks["critic"] = config.resolved_critic
+    flag = f"ds.sequence_parallel_size {size}"
+    return [
+        f"warning: {role}.num_gpus_per_node {model.num_gpus_per_node} is no multiple of {flag}: ranks on two machines "
+        "exchange the tokens of every layer over the network, which is slow: use a multiple"
+        for role, model in ranks.items()
+        if model.num_nodes > 1 and model.num_gpus_per_node % size
+    ]
 
 
 def _passes(config: TrainingConfig, num_rows: int) -> str:

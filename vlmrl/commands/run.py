@@ -16,6 +16,7 @@ from vlmrl.cluster.roles import placement_rows, placement_table, plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import check_devices
 from vlmrl.cluster.worker_deaths import report_deaths
+from vlmrl.commands.forecast import format_groups
 from vlmrl.commands.merged_actor import check_adapter
 from vlmrl.commands.preflight import (
     check_algorithm,
@@ -66,7 +67,8 @@ class Prepared(NamedTuple):
     folder: RunFolder
     processor: Processor
     warnings: list[str]
-    """Resources of this machine that are scarce but sufficient, and rows that may be too long, a line each."""
+    """Resources of this machine that are scarce but sufficient, slow groups of ranks, and rows that may be too long, a
+    line each."""
 
 
 def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
@@ -80,7 +82,7 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         ) from error
     refuse_if_locked(folder.root)
     check_folder(config, folder)
-    warnings = check_machine(config)
+    warnings = [*check_machine(config), *format_groups(config)]
     if isinstance(config, SupervisedConfig):
         warnings += format_positions(config)
     check_columns(config)

@@ -9,7 +9,7 @@ With P parameters, T of them trainable, on N ranks, and s bytes of `ds.param_dty
   out) per layer.
 * **activations** are what each layer saves per token for the backward pass (`saved_per_token`), plus the gradients of
   one layer. With checkpointing they are s D per token and layer, plus two layers in full. A rank has 1/S of the tokens
-  of its packs (`ds.sequence_parallel_size`), and all images.
+  of its packs (`ds.sequence_parallel_size`), all images, and with images the embeddings of all tokens, s D each.
 * States that sleep (`vllm.enable_sleep`, `ds.enable_sleep`) are in pinned main memory, in blocks of powers of two that
   PyTorch never frees: `pinned_bytes`.
 * **update** is the flat copy of the gradient in the optimizer step, 4 T/N, as far as it exceeds activations and bucket,
@@ -116,10 +116,21 @@ def trainer_memory(
     # Under ZeRO-3 they are sharded in any case.
     elsewhere = 0.0 if ds.zero_stage == 3 else size.experts * (1 - 1 / ds.expert_parallel_size)
     gradients -= 4 * elsewhere if ds.zero_stage == 1 else 0.0
-    own = -(-tokens // ds.sequence_parallel_size)
+    group = ds.sequence_parallel_size
     activations = _activation_bytes(
-        size, model, s, device, own, patches, vision_trains(model, adapter), adapted=adapter is not None
+        # As `models.sequence` repeats key heads.
+        replace(size, text=replace(size.text, repeats=math.lcm(size.text.key_heads, group) // size.text.key_heads)),
+        model,
+        s,
+        device,
+        -(-tokens // group),
+        patches,
+        vision_trains(model, adapter),
+        adapted=adapter is not None,
     )
+    if group > 1 and size.tower is not None:
+        # Embeddings with the images in them, which the vision-language model holds beside its slice.
+        activations += s * size.text.hidden * tokens
     asleep = 0.0
     if ds.enable_sleep and device != "cpu":
         # Each is one tensor in DeepSpeed: the fp32 copy, and two moments.
@@ -329,7 +340,7 @@ def _saved_with_attention(blocks: Blocks, s: int, *, adapted: bool) -> float:
     """Attention saves queries, keys, values and output, and the inputs of their norms."""
     heads = blocks.queries + blocks.keys
     norms = heads * (4 + (0 if adapted else s)) if blocks.norms_heads else 0
-    attention = s * (2 * blocks.queries + 2 * blocks.keys + blocks.queries)
+    attention = s * (2 * blocks.queries + 2 * blocks.keys * blocks.repeats + blocks.queries)
     return norms + attention + _saved_beside(blocks, s, adapted=adapted)
 
 

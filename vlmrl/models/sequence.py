@@ -71,7 +71,7 @@ def _rope_of_length(config: Any) -> str | None:
 
 @contextmanager
 def sliced_inputs(net: PreTrainedModel, shard: SequenceShard) -> Iterator[None]:
-    """Context in which the language model gets only this rank's slice.
+    """Context in which the language model gets only this rank's slice, and drops out other channels than other ranks.
 
     Embeddings are sliced after the images have been put into them, and so are the features that a vision tower adds to
     deeper layers.
@@ -82,9 +82,23 @@ def sliced_inputs(net: PreTrainedModel, shard: SequenceShard) -> Iterator[None]:
 
     handle = net.base_model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        yield
+        with _own_random_numbers(shard.group, net.device):
+            yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _own_random_numbers(group: SequenceGroup, device: torch.device) -> Iterator[None]:
+    """Context in which each rank of a group draws random numbers of its own, for dropout.
+
+    The ranks have the same generator, and its masks would repeat in every slice. They need it outside: all of them
+    compute the same vision tower. So a number drawn from it, plus the rank, seeds the generators within the context.
+    """
+    number = int(torch.randint(2**32, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(number + group.rank)
+        yield
 
 
 @dataclass(eq=False)

@@ -42,6 +42,9 @@ class Blocks:
     """Heads times channels of the queries."""
     keys: int
     """Heads times channels of the keys, and of the values."""
+    key_heads: int = 1
+    repeats: int = 1
+    """Times that each key head is saved, on ranks that share tokens and have more ranks than key heads."""
     norms_heads: bool = False
     """Queries and keys are normalized (Qwen3)."""
     recurrence: Recurrence | None = None
@@ -86,6 +89,7 @@ def model_sizes(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) ->
     }
     text = net.config.get_text_config()
     channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     vision = getattr(net.config, "vision_config", None)
     return Sizes(
         parameters=counts,
@@ -99,7 +103,8 @@ def model_sizes(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) ->
             hidden=text.hidden_size,
             intermediate=_intermediate(text),
             queries=channels * text.num_attention_heads,
-            keys=channels * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
+            keys=channels * key_heads,
+            key_heads=key_heads,
             norms_heads=any(name.endswith("q_norm.weight") for name, _ in net.named_parameters()),
             recurrence=_recurrence(text),
         ),

@@ -11,6 +11,7 @@ import pytest
 from vlmrl.cluster.placement import Place, plan
 from vlmrl.cluster.roles import plan_arguments
 from vlmrl.cluster.session import Node, Session
+from vlmrl.commands.forecast import format_groups
 from vlmrl.commands.preflight import (
     actor_adapter_plan,
     check_algorithm,
@@ -253,6 +254,24 @@ def test_ranks_that_cannot_share_a_models_layers_are_refused_before_anything_sta
     critic = [ESTIMATOR, "gae", "--critic.num_gpus_per_node", "6", "--critic.model_name_or_path", hybrid]
     with pytest.raises(ConfigError, match="Qwen3_5ForCausalLM has recurrent layers"):
         check(RlConfig, model, 2, *critic)
+
+
+def test_groups_of_ranks_across_machines_are_named(model: str) -> None:
+    def lines(kind: type[RlConfig | SftConfig], *more: str) -> list[str]:
+        words = ["--actor.model_name_or_path", model, "--data.prompt_dataset", "d", "--ds.sequence_parallel_size", "2"]
+        return format_groups(load(kind, [*words, *more]))
+
+    for kind in (RlConfig, SftConfig):
+        three = ["--actor.num_gpus_per_node", "3"]
+        (line,) = lines(kind, "--actor.num_nodes", "2", *three)
+        assert line.startswith(
+            "warning: actor.num_gpus_per_node 3 is no multiple of ds.sequence_parallel_size 2: ranks"
+        )
+        assert not lines(kind, "--actor.num_nodes", "2", "--actor.num_gpus_per_node", "4")
+        assert not lines(kind, "--actor.num_gpus_per_node", "2")
+    critic = [ESTIMATOR, "gae", "--critic.num_nodes", "2", "--critic.num_gpus_per_node", "1"]
+    (line,) = lines(RlConfig, "--actor.num_gpus_per_node", "2", *critic)
+    assert "critic.num_gpus_per_node 1 is no multiple" in line
 
 
 def test_adapters_in_fp32_are_refused_where_an_engine_would_apply_them_on_a_gpu(model: str) -> None:

@@ -186,14 +186,18 @@ def test_checkpointing_saves_the_input_of_each_layer() -> None:
 
 
 def test_ranks_that_share_tokens_save_activations_of_their_own_and_of_all_images() -> None:
-    each, head = saved_per_token(BLOCKS, 4, adapted=False), 12 * 34 * 16
+    # The key head is repeated for each rank.
+    each, head = saved_per_token(replace(BLOCKS, repeats=3), 4, adapted=False), 12 * 34 * 16
     tower = SIZE.tower
     assert tower is not None
     # 100 tokens on three ranks are 34 on each; ten patches are encoded by every rank.
     estimate = parts(Ds(param_dtype="fp32", sequence_parallel_size=3), ranks=3, tokens=100, patches=10)
-    assert estimate["activations"] == 34 * 2 * each + max(34 * each, head) + 10 * saved_per_token(
-        tower, 4, adapted=False
-    )
+    with_tower = 34 * 2 * each + max(34 * each, head) + 10 * saved_per_token(tower, 4, adapted=False)
+    # Each rank holds the embeddings of all tokens, with the images in them.
+    assert estimate["activations"] == with_tower + 4 * 4 * 100
+    # Queries, keys and values of 4, 2 and 2 channels, and the keys and values twice more in fp32.
+    repeated = saved_per_token(replace(BLOCKS, repeats=3), 4, adapted=False)
+    assert repeated == saved_per_token(BLOCKS, 4, adapted=False) + 4 * 2 * (2 + 2)
 
 
 def test_ranks_that_share_experts_hold_their_weights_and_gradients_once() -> None:

@@ -23,7 +23,7 @@ from vlmrl.models.experts import RouterLogits, use_experts
 from vlmrl.models.inputs import model_inputs, states_at
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
-from vlmrl.models.sequence import SequenceGroup, SequenceShard, check_sequence_parallel, sum_once
+from vlmrl.models.sequence import SequenceGroup, SequenceShard, check_sequence_parallel, sliced_inputs, sum_once
 from vlmrl.models.tiny import Family
 from vlmrl.models.value_head import ValueModel, value_net
 from vlmrl.types import Layout, Sample
@@ -293,6 +293,23 @@ def test_heads_that_do_not_divide_are_refused_by_name(net: Make) -> None:
     check_sequence_parallel(net("qwen3", attention=OURS), 2)
     with pytest.raises(ConfigError, match="the 2 attention heads of Qwen3ForCausalLM: use one of 1, 2"):
         check_sequence_parallel(net("qwen3", attention=OURS), 3)
+
+
+def test_each_rank_drops_out_by_its_own_numbers_and_leaves_the_common_ones(net: Make) -> None:
+    model = net("qwen3", attention=OURS)
+
+    def two_passes(rank: int) -> tuple[list[float], float]:
+        torch.manual_seed(3)
+        drawn = []
+        for _ in range(2):
+            with sliced_inputs(model, SequenceShard(SequenceGroup(None, rank, 2), 8)):  # type: ignore[arg-type]
+                drawn.append(torch.rand(()).item())
+        return drawn, torch.rand(()).item()
+
+    (first, after), (second, also_after) = two_passes(0), two_passes(1)
+    assert len({*first, *second}) == 4
+    assert after == also_after
+    assert two_passes(1) == (second, after)
 
 
 @pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
