@@ -114,13 +114,16 @@ def rows(
 
 
 def move(rng: random.Random, frames: int) -> tuple[str, str, list[Dot]]:
-    """A dot moves by one cell per frame, left, right, up or down."""
+    """A dot moves by one cell per frame, left, right, up or down.
+
+    It leaves on one side and comes back on the other: were it kept inside, where it begins would tell where it goes.
+    """
     answer = rng.choice(list(_DIRECTIONS))
     right, down = _DIRECTIONS[answer]
-    starts = {-1: range(frames - 1, _CELLS), 0: range(_CELLS), 1: range(_CELLS - frames + 1)}
-    x, y = rng.choice(starts[right]), rng.choice(starts[down])
+    x, y = rng.randrange(_CELLS), rng.randrange(_CELLS)
     colour = rng.choice(list(COLOURS))
-    return "Which way does the dot move?", answer, [Dot(x + right * n, y + down * n, colour) for n in range(frames)]
+    dots = [Dot((x + right * n) % _CELLS, (y + down * n) % _CELLS, colour) for n in range(frames)]
+    return "Which way does the dot move?", answer, dots
 
 
 def order(rng: random.Random, frames: int) -> tuple[str, str, list[Dot]]:

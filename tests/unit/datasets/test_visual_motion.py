@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
 from vlmrl.data.rows import load_rows
-from vlmrl.datasets.visual_motion import COLOURS, rows
+from vlmrl.datasets.visual_motion import COLOURS, move, rows
 from vlmrl.errors import ConfigError
 
 
@@ -27,9 +29,24 @@ def centre(frame: Any) -> tuple[float, float]:
 def test_the_dot_moves_as_the_label_says(index: int) -> None:
     row = clip(index, families=("move",))
     frames = row["videos"][0]["video"]
-    (x, y), (end_x, end_y) = centre(frames[0]), centre(frames[-1])
-    name = ("right" if end_x > x else "left") if abs(end_x - x) > abs(end_y - y) else ("down" if end_y > y else "up")
+    centres = np.array([centre(frame) for frame in frames])
+    steps = np.diff(centres, axis=0)
+    # Where it leaves on one side, it comes back on the other.
+    x, y = np.where(np.abs(steps) > 32, -np.sign(steps), np.sign(steps.round(1))).sum(axis=0)
+    name = ("right" if x > 0 else "left") if abs(x) > abs(y) else ("down" if y > 0 else "up")
     assert row["label"] == row["answer"] == name
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_no_single_frame_tells_where_the_dot_goes(number: int) -> None:
+    rng = random.Random(0)
+    seen: Counter[tuple[int, int, str]] = Counter()
+    for _ in range(16_000):
+        _, answer, dots = move(rng, 4)
+        seen[dots[number].x, dots[number].y, answer] += 1
+    # 64 places in each of four directions: 62 or 63 each, with a standard deviation of 8.
+    assert len(seen) == 4 * 64
+    assert min(seen.values()) > 30
 
 
 @pytest.mark.parametrize("index", range(6))
