@@ -1,4 +1,5 @@
-"""Questions on short videos with exact answers, made on demand: which way a dot moved, in what order colours came.
+"""Questions on short videos with exact answers, made on demand: which way a dot or stripes moved, in what order colours
+came.
 
     vlmrl rl --data.prompt_dataset 'visual_motion?families=move+order&frames=6&size=5000' --data.video_key videos ...
 
@@ -24,6 +25,7 @@ from vlmrl.errors import ConfigError
 _DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 _FPS = 2.0
 _CELLS = 8
+_PERIOD = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,22 @@ class Dot:
     radius: float = 0.1
     """Fraction of the side."""
 
+    def draw(self, canvas: Canvas) -> None:
+        canvas.circle((self.x + 0.5) / _CELLS, (self.y + 0.5) / _CELLS, self.radius, COLOURS[self.colour])
+
+
+@dataclass(frozen=True, slots=True)
+class Stripes:
+    """Two vertical stripes in one frame, half as wide as their distance, `_PERIOD`."""
+
+    phase: float
+    """Where they begin, in periods from the left."""
+    colour: str
+
+    def draw(self, canvas: Canvas) -> None:
+        for number in range(-1, round(1 / _PERIOD) + 1):
+            canvas.box((number + self.phase % 1) * _PERIOD, 0, _PERIOD / 2, 1, COLOURS[self.colour])
+
 
 @dataclass(frozen=True, slots=True)
 class Clip:
@@ -44,7 +62,7 @@ class Clip:
     family: str
     question: str
     answer: str
-    dots: tuple[Dot, ...]
+    shapes: tuple[Dot | Stripes, ...]
     """One for each frame."""
     paper: Colour
     pixels: int
@@ -52,14 +70,14 @@ class Clip:
 
     @property
     def key(self) -> str:
-        return f"{self.family}|{self.dots}|{self.paper}"
+        return f"{self.family}|{self.shapes}|{self.paper}"
 
     def draw(self) -> list[Image]:
         """Draw the frames."""
         frames = []
-        for dot in self.dots:
+        for shape in self.shapes:
             canvas = Canvas(self.pixels, self.paper)
-            canvas.circle((dot.x + 0.5) / _CELLS, (dot.y + 0.5) / _CELLS, dot.radius, COLOURS[dot.colour])
+            shape.draw(canvas)
             frames.append(canvas.finish())
         return frames
 
@@ -87,8 +105,8 @@ def rows(
 ) -> Rows:
     """Generate `size` questions, cycling through the families, on videos of `frames` square frames, 2 per second.
 
-    Labels are a direction (`move`), or the first letters of colours (`order`). With `encoded` a video is an MP4 file,
-    else a list of frames.
+    Labels are a direction (`move`, `drift`), or the first letters of colours (`order`). With `encoded` a video is an
+    MP4 file, else a list of frames.
 
     Raises:
         ConfigError: an option is out of range.
@@ -105,8 +123,8 @@ def rows(
 
     def invent(rng: random.Random, row: int) -> Clip:
         family = families[row % len(families)]
-        question, answer, dots = FAMILIES[family](rng, frames)
-        return Clip(family, question, answer, tuple(dots), rng.choice(PAPERS), pixels, encoded)
+        question, answer, shapes = FAMILIES[family](rng, frames)
+        return Clip(family, question, answer, tuple(shapes), rng.choice(PAPERS), pixels, encoded)
 
     generated = Generated(invent, size=size, split=split, seed=seed)
     columns = ("input", "label", "videos", "answer", "family")
@@ -134,8 +152,16 @@ def order(rng: random.Random, frames: int) -> tuple[str, str, list[Dot]]:
     return "In what order do the colours come?", answer, [Dot(x, y, names[n // 2], radius=0.3) for n in range(frames)]
 
 
-Family = Callable[[random.Random, int], tuple[str, str, list[Dot]]]
-FAMILIES: dict[str, Family] = {"move": move, "order": order}
+def drift(rng: random.Random, frames: int) -> tuple[str, str, list[Stripes]]:
+    """Stripes move left or right, by a quarter of their distance per frame."""
+    answer = rng.choice(("left", "right"))
+    phase, colour = round(rng.random(), 3), rng.choice(list(COLOURS))
+    step = _DIRECTIONS[answer][0] / 4
+    return "Which way do the stripes move?", answer, [Stripes(phase + step * n, colour) for n in range(frames)]
+
+
+Family = Callable[[random.Random, int], tuple[str, str, Sequence[Dot | Stripes]]]
+FAMILIES: dict[str, Family] = {"move": move, "order": order, "drift": drift}
 
 
 def _mp4(frames: Sequence[Image]) -> bytes:

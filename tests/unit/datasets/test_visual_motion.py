@@ -37,6 +37,20 @@ def test_the_dot_moves_as_the_label_says(index: int) -> None:
     assert row["label"] == row["answer"] == name
 
 
+@pytest.mark.parametrize("index", range(8))
+def test_stripes_drift_as_the_label_says(index: int) -> None:
+    row = clip(index, families=("drift",), frames=4)
+    frames = np.stack([np.asarray(frame).astype(int) for frame in row["videos"][0]["video"]])
+    assert np.abs(frames - frames[:, :1]).max() == 0, "stripes are vertical"
+    # A quarter of the distance of 32 pixels, around the corner.
+    shift = {"left": -8, "right": 8}[row["label"]]
+    for before, after in zip(frames[:-1, 0], frames[1:, 0], strict=True):
+        assert (
+            np.abs(np.roll(before, shift, axis=0) - after).mean()
+            < np.abs(np.roll(before, -shift, axis=0) - after).mean() / 4
+        )
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_no_single_frame_tells_where_the_dot_goes(number: int) -> None:
     rng = random.Random(0)
