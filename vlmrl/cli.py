@@ -46,6 +46,7 @@ Reinforcement learning of language and vision-language models.
   report         one page to look at of runs: curves, responses beside their images, checks, settings
   merge          merge an adapter into its base, as a complete model
   push           upload a run's model to the Hugging Face Hub, with its model card
+  plan           a placement of an RL run on GPUs: memory, estimated step time by phase, settings as YAML
   doctor         report what this machine has, what works on it, and how to fix what does not;
                  with --self-test: check it with tiny models, in about two minutes;
                  with --config FILE.yaml: estimate the memory of a run's roles, and whether they fit
@@ -124,6 +125,17 @@ def _run_of(config: str, function: str) -> Callable[[list[str]], int]:
     return run
 
 
+def _call_of(config: str, function: str) -> Callable[[list[str]], int]:
+    """A verb that calls a function of its settings. Both are `module:name`, imported when the verb is called."""
+
+    def call(words: list[str]) -> int:
+        if (arguments := _parse(_imported(config), words)) is not None:
+            _imported(function)(arguments.config)
+        return 0
+
+    return call
+
+
 def _imported(spec: str) -> Any:
     module, _, name = spec.partition(":")
     return getattr(import_module(module), name)
@@ -190,56 +202,6 @@ def _bench_async(words: list[str]) -> int:
     return 0
 
 
-def _bench_step(words: list[str]) -> int:
-    from vlmrl.config.bench_verbs import StepBench
-
-    if (arguments := _parse(StepBench, words)) is not None:
-        from vlmrl.commands.bench.step import step
-
-        step(arguments.config)
-    return 0
-
-
-def _bench_sft(words: list[str]) -> int:
-    from vlmrl.config.bench_verbs import SftBench
-
-    if (arguments := _parse(SftBench, words)) is not None:
-        from vlmrl.commands.bench.supervised import supervised
-
-        supervised(arguments.config)
-    return 0
-
-
-def _bench_dpo(words: list[str]) -> int:
-    from vlmrl.config.bench_verbs import DpoBench
-
-    if (arguments := _parse(DpoBench, words)) is not None:
-        from vlmrl.commands.bench.dpo import step
-
-        step(arguments.config)
-    return 0
-
-
-def _bench_logprobs(words: list[str]) -> int:
-    from vlmrl.config.bench_verbs import LogprobsBench
-
-    if (arguments := _parse(LogprobsBench, words)) is not None:
-        from vlmrl.commands.bench.logprobs import logprobs
-
-        logprobs(arguments.config)
-    return 0
-
-
-def _merge(words: list[str]) -> int:
-    from vlmrl.config.verbs import MergeConfig
-
-    if (arguments := _parse(MergeConfig, words)) is not None:
-        from vlmrl.commands.merge import merge
-
-        merge(arguments.config)
-    return 0
-
-
 def _push(words: list[str]) -> int:
     from vlmrl.config.push import PushConfig, full_names
 
@@ -247,6 +209,17 @@ def _push(words: list[str]) -> int:
         from vlmrl.commands.push import push
 
         push(arguments.config, dry_run=arguments.dry_run)
+    return 0
+
+
+def _plan(words: list[str]) -> int:
+    from vlmrl.config.plan import PlanConfig, full_names
+
+    if (arguments := _parse(PlanConfig, full_names(words))) is not None:
+        from vlmrl.commands.plan import plan
+
+        with scratch():
+            plan(arguments.config)
     return 0
 
 
@@ -344,10 +317,10 @@ _BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "rollout": _bench_rollout,
     "agents": _bench_agents,
     "async": _bench_async,
-    "step": _bench_step,
-    "sft": _bench_sft,
-    "dpo": _bench_dpo,
-    "logprobs": _bench_logprobs,
+    "step": _call_of("vlmrl.config.bench_verbs:StepBench", "vlmrl.commands.bench.step:step"),
+    "sft": _call_of("vlmrl.config.bench_verbs:SftBench", "vlmrl.commands.bench.supervised:supervised"),
+    "dpo": _call_of("vlmrl.config.bench_verbs:DpoBench", "vlmrl.commands.bench.dpo:step"),
+    "logprobs": _call_of("vlmrl.config.bench_verbs:LogprobsBench", "vlmrl.commands.bench.logprobs:logprobs"),
 }
 _VERBS: dict[str, Callable[[list[str]], int]] = {
     "rl": _run_of("vlmrl.config.verbs:RlConfig", "vlmrl.commands.rl:train_rl"),
@@ -360,7 +333,8 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "serve": _serve,
     "serve-rm": _serve_rm,
-    "merge": _merge,
+    "merge": _call_of("vlmrl.config.verbs:MergeConfig", "vlmrl.commands.merge:merge"),
+    "plan": _plan,
     "push": _push,
     "doctor": _doctor,
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from guide_commands import GUIDES, ROOT, commands
 
+from vlmrl.config import plan
 from vlmrl.config.load import load
 from vlmrl.config.push import PushConfig, full_names
 from vlmrl.config.report import ReportConfig, with_runs
@@ -101,6 +102,7 @@ def check_vlmrl(words: list[str]) -> None:
         kind = next(kind for kind in VERBS if words[: len(kind.verb.split())] == kind.verb.split())
         flags = [word for word in words[len(kind.verb.split()) :] if word != "--dry-run"]
         flags = full_names(flags) if kind is PushConfig else flags
+        flags = plan.full_names(flags) if kind is plan.PlanConfig else flags
         if kind is ReportConfig:
             flags = with_runs(flags)
     load(kind, flags)

@@ -22,8 +22,8 @@ from vlmrl.config.stages import DpoConfig, RmConfig, SamplingConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ClusterError
-from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter, vision_trains
-from vlmrl.models.load import skeleton
+from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
+from vlmrl.models.configured import ConfiguredModels
 from vlmrl.models.memory import (
     MemoryPart,
     RoleMemory,
@@ -36,8 +36,8 @@ from vlmrl.models.memory import (
     teacher_memory,
     trainer_memory,
 )
-from vlmrl.models.sizes import Sizes, model_sizes, with_value_head
-from vlmrl.plugins import Processor, processor_of
+from vlmrl.models.sizes import Sizes, with_value_head
+from vlmrl.plugins import Processor
 from vlmrl.system.machine import free_memory
 
 GIB = 2**30
@@ -137,10 +137,14 @@ def show(config: TrainingConfig, *, as_json: bool = False) -> int:
     return 0
 
 
-def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
-    """Estimate the memory of a run's roles on a machine, from configurations only, without weights."""
-    size, processor = _read(config.actor.model_name_or_path, config)
-    adapter = plan_adapter(config.actor, config.ds.lora, processor)
+def memory_plan(config: TrainingConfig, machine: Machine, models: ConfiguredModels | None = None) -> MemoryPlan:
+    """Estimate the memory of a run's roles on a machine, from configurations only, without weights.
+
+    `models`: by default they are read anew.
+    """
+    models = models or ConfiguredModels()
+    size, processor = models.read(config.actor.model_name_or_path, config)
+    adapter = models.adapter(config.actor, config.ds.lora, processor)
     ranks = _ranks(config.actor)
     tokens, patches = largest_pack(config, processor, ranks, sequence_size=config.ds.sequence_parallel_size)
     actor = trainer_memory(
@@ -156,16 +160,16 @@ def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
         has_average=isinstance(config, RlConfig) and config.train.enable_ema,
     )
     if isinstance(config, SftConfig) and config.sft.teacher_model_name_or_path is not None:
-        teacher, _ = _read(config.sft.teacher_model_name_or_path, config)
+        teacher, _ = models.read(config.sft.teacher_model_name_or_path, config)
         actor = RoleMemory(actor.name, (*actor.parts, inner_teacher_memory(teacher, ds=config.ds, ranks=ranks)))
     tokens, _ = largest_pack(config, processor, ranks)  # of frozen models
     roles, sequence, settings_of_length = [(actor, ranks)], 0.0, ""
     if isinstance(config, DpoConfig):
-        roles += _reference(config, tokens, machine.device)
+        roles += _reference(config, tokens, machine.device, models)
     if isinstance(config, RlConfig):
         if config.has_critic:
-            roles.append(_critic(config, actor, machine.device))
-        roles += _frozen(config, max(tokens, config.rollout.max_tokens_per_gpu or 0), machine.device)
+            roles.append(_critic(config, actor, machine.device, models))
+        roles += _frozen(config, max(tokens, config.rollout.max_tokens_per_gpu or 0), machine.device, models)
     sampling = config.generation if isinstance(config, SamplingConfig) else config
     if isinstance(sampling, RlConfig | EvalConfig):
         sequence = sequence_bytes(size, vllm=sampling.vllm, ds=config.ds, tokens=sampling.max_sequence_tokens)
@@ -184,12 +188,12 @@ def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
     return MemoryPlan(complete, tuple(_shares(config, complete, machine)), sequence, settings_of_length)
 
 
-def _critic(config: RlConfig, actor: RoleMemory, device: str) -> tuple[RoleMemory, int]:
+def _critic(config: RlConfig, actor: RoleMemory, device: str, models: ConfiguredModels) -> tuple[RoleMemory, int]:
     """Return the critic and its number of ranks. If it starts from the actor's model, both share image features."""
     critic = config.resolved_critic
     model = critic.as_model
-    size, processor = _read(model.model_name_or_path, config)
-    adapter = plan_adapter(model, config.ds.lora, processor)
+    size, processor = models.read(model.model_name_or_path, config)
+    adapter = models.adapter(model, config.ds.lora, processor)
     ranks = _ranks(critic)
     tokens, patches = largest_pack(config, processor, ranks, sequence_size=config.ds.sequence_parallel_size)
     role = trainer_memory(
@@ -210,20 +214,22 @@ def _critic(config: RlConfig, actor: RoleMemory, device: str) -> tuple[RoleMemor
     return colocated_critic(actor, role, shares_features=is_one_model), ranks
 
 
-def _reference(config: RlConfig | DpoConfig, tokens: int, device: str) -> list[tuple[RoleMemory, int]]:
+def _reference(
+    config: RlConfig | DpoConfig, tokens: int, device: str, models: ConfiguredModels
+) -> list[tuple[RoleMemory, int]]:
     """The reference with its number of ranks; none if it is no model of its own."""
     if not config.has_reference:
         return []
-    size, _ = _read(config.ref.model_name_or_path or config.actor.model_name_or_path, config)
+    size, _ = models.read(config.ref.model_name_or_path or config.actor.model_name_or_path, config)
     return [(reference_memory(size, ds=config.ds, tokens=tokens, device=device), _ranks(config.ref))]
 
 
-def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[RoleMemory, int]]:
+def _frozen(config: RlConfig, tokens: int, device: str, models: ConfiguredModels) -> list[tuple[RoleMemory, int]]:
     """Reference, teacher and reward models, each with its number of ranks."""
-    roles = _reference(config, tokens, device)
+    roles = _reference(config, tokens, device, models)
     distill = config.algo.distill
     if distill.teacher_model_name_or_path is not None:
-        size, _ = _read(distill.teacher_model_name_or_path, config)
+        size, _ = models.read(distill.teacher_model_name_or_path, config)
         ranks, is_offloaded = _ranks(distill), distill.offload
         role = teacher_memory(size, ds=config.ds, ranks=ranks, tokens=tokens, device=device, is_offloaded=is_offloaded)
         roles.append((role, ranks))
@@ -232,7 +238,7 @@ def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[RoleMemory
     for name, path in zip(REWARD_MODELS, paths, strict=True):
         if path is None:
             continue
-        size, _ = _read(path, config)
+        size, _ = models.read(path, config)
         role = reward_model_memory(
             name,
             with_value_head(size),
@@ -346,12 +352,6 @@ def _is_with_actor(config: TrainingConfig) -> bool:
 
 def _ranks(role: Model | Critic | Ref | Distill | Reward) -> int:
     return role.num_nodes * role.num_gpus_per_node
-
-
-def _read(path: str, config: TrainingConfig) -> tuple[Sizes, Processor]:
-    columns, trust_remote_code = config.data, config.actor.trust_remote_code
-    processor = processor_of(path, columns, trust_remote_code=trust_remote_code)
-    return model_sizes(skeleton(path, trust_remote_code=trust_remote_code), processor.parameter_group), processor
 
 
 def _cache_bytes(config: TrainingConfig, model: Model, size: Sizes, adapter: AdapterPlan | None) -> float:

@@ -1,0 +1,1 @@
+"""Estimates of step time, and a search for placements: plain arithmetic without torch. See README.md."""
