@@ -67,10 +67,10 @@ def runs(models: dict[str, str], proves: bool, tmp_path_factory: pytest.TempPath
     checkpoint = str(ranks.folder / "checkpoint")
     if proves:
         ranks.add("frozen", "update", **given["deep"], cut=SHARED, stage=2, sequence=2, **FROZEN)
-        ranks.add("unbroken", "unbroken", **given["vl"], folder=checkpoint, stage=2, sequence=2)
+        ranks.add("unbroken", "unbroken", **given["vl"], folder=checkpoint, lora=DROPOUT, stage=2, sequence=2)
     ranks.run(2)
     if proves:
-        ranks.add("continued", "continued", **given["vl"], folder=checkpoint, stage=2, sequence=2)
+        ranks.add("continued", "continued", **given["vl"], folder=checkpoint, lora=DROPOUT, stage=2, sequence=2)
         ranks.run(2)
         for name, (model, options) in IN_PAIRS.items():
             ranks.add(f"{name}_in_pairs", "update", **given[model], **options, sequence=2)
@@ -80,6 +80,8 @@ def runs(models: dict[str, str], proves: bool, tmp_path_factory: pytest.TempPath
     return ranks
 
 
+DROPOUT = {"dropout": 0.3}
+"""Each rank draws masks of its own."""
 GSPO = {"kind": "gspo", "aggregation": "sequence", "clip_low": 0.03, "clip_high": 0.04}
 """The loss of a token depends on all of its response, which several ranks hold."""
 
