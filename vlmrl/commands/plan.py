@@ -359,7 +359,7 @@ def _print(console: Console, config: PlanConfig, planner: Planner, best: Sequenc
         table.add_row(phase.name, f"{phase.seconds(rates):.2f}", max(reasons, key=lambda name: reasons[name]))
     console.print(table)
     name, reason, share = step.binding(rates)
-    print_line(console, f"what binds: {reason} of {name}, {share:.0%} of the work of a step; {_ADVICE[reason]}")
+    print_line(console, f"what binds: {reason} of {name}, {share:.0%} of what a step waits for; {_ADVICE[reason]}")
     others = Table(title="placements that fit, by estimated seconds of a step")
     phases = list(dict.fromkeys(p.name for found in best for p in planner.step(found.settings).phases))
     for column in ("placement", "trainer", "step", *phases):

@@ -81,10 +81,18 @@ class Step:
         return {phase.name: phase.seconds(rates) for phase in self.phases}
 
     def binding(self, rates: Rates) -> tuple[str, str, float]:
-        """Return the phase and the reason that take the most time together, and their share of all phases."""
+        """Return the phase and the reason that take the most time together, and their share of the phases that bind.
+
+        In an asynchronous run engines and trainer work at the same time: those of the slower side, or all where each
+        waits for the other.
+        """
         shares = {
             (phase.name, reason): seconds for phase in self.phases for reason, seconds in phase.by_reason(rates).items()
         }
+        rollout = sum(seconds for (name, reason), seconds in shares.items() if name == "rollout" and reason != TAIL)
+        others = sum(seconds for (name, _), seconds in shares.items() if name != "rollout")
+        if self.queue and max(rollout, others) >= sum(shares.values()) / (1 + self.queue):
+            shares = {key: seconds for key, seconds in shares.items() if (key[0] == "rollout") == (rollout > others)}
         (name, reason), seconds = max(shares.items(), key=lambda item: item[1])
         return name, reason, seconds / max(1e-12, sum(shares.values()))
 

@@ -142,7 +142,11 @@ def test_an_asynchronous_step_overlaps_the_rollout() -> None:
     assert Step(phases, queue=1).seconds(rates) == 4.5  # type: ignore[arg-type]
     assert Step(phases, queue=8).seconds(rates) == 4.0  # type: ignore[arg-type]
     assert rollout.by_reason(rates)[TAIL] == 2.0  # type: ignore[arg-type]
-    assert Step(phases, queue=0).binding(rates)[:2] == ("rollout", "overhead")  # type: ignore[arg-type]
+    assert Step(phases, queue=0).binding(rates) == ("rollout", "overhead", 4 / 9)  # type: ignore[arg-type]
+    # The engines take longer than the update, even without the tail.
+    assert Step(phases, queue=8).binding(rates) == ("rollout", "overhead", 4 / 6)  # type: ignore[arg-type]
+    slow = (rollout, Phase("update", (Part("train", {"flops": 7.0}),)))
+    assert Step(slow, queue=8).binding(rates) == ("update", "compute", 1.0)  # type: ignore[arg-type]
 
 
 def test_an_h100_takes_its_data_sheets_time() -> None:
