@@ -48,6 +48,7 @@ def policy(
     ema_beta: float | None = None,
     sequence: int = 1,
     experts: int = 1,
+    place: str = "none",
     **actor: Any,
 ) -> Any:
     from vlmrl.learning.settings import PolicySettings
@@ -59,7 +60,8 @@ def policy(
         ds=Ds(
             zero_stage=stage,  # type: ignore[arg-type]
             param_dtype=dtype,  # type: ignore[arg-type]
-            adam_offload=offload,
+            adam_offload=offload or place != "none",
+            offload=place,  # type: ignore[arg-type]
             load_in_4bit=four_bit,
             sequence_parallel_size=sequence,
             expert_parallel_size=experts,

@@ -69,6 +69,11 @@ def runs(models: dict[str, str], proves: bool, tmp_path_factory: pytest.TempPath
     ranks.add("pair_many_2", "update", **vl, cut=PADDED, stage=2)
     ranks.add("pair_many_3", "update", **vl, cut=PADDED, stage=3)
     recompute = {"gradient_checkpointing_enable": True}
+    away = {"stage": 3, "place": "cpu"}
+    ranks.add("away_pair", "update", **vl, cut=SHARED, look=True, **away, **recompute)
+    ranks.add("away_bf16", "update", **vl, cut=PADDED, dtype="bf16", prove=True, **away)
+    ranks.add("away_frozen", "update", **vl, cut=SHARED, warm=True, **away, **FROZEN)
+    ranks.add("unbroken_away", "unbroken", **vl, folder=str(ranks.folder / "checkpoint_away"), **away)
     ranks.add("pair_shared_3", "update", **vl, cut=SHARED, stage=3, look=True, **recompute)
     ranks.add("pair_shared_many_3", "update", **vl, cut=SHARED | {"max_tokens": 120}, stage=3)
     for stage in (2, 3):
@@ -94,6 +99,7 @@ def runs(models: dict[str, str], proves: bool, tmp_path_factory: pytest.TempPath
             f"continued_{stage}", "continued", **vl, folder=str(ranks.folder / f"checkpoint_{stage}"), stage=stage
         )
     ranks.add("continued_bf16", "continued", **vl, **bf16)
+    ranks.add("continued_away", "continued", **vl, folder=str(ranks.folder / "checkpoint_away"), **away)
     wrong = {"old": vl["old"], "folder": str(ranks.folder / "checkpoint_2"), "task": "continued"}
     ranks.add("wrong_model", "fails", **wrong, model=models["deep"], stage=2)
     ranks.add("wrong_stage", "fails", **wrong, model=models["vl"], stage=3)
@@ -192,9 +198,14 @@ def test_other_families_tied_embeddings_included_make_the_same_step(runs: Ranks,
     runs.assert_close(f"{name}_pair", f"{name}_alone")
 
 
-@pytest.mark.parametrize("name", ["recomputed", "recomputed_reentrant", "offloaded", "offloaded_3"])
+@pytest.mark.parametrize("name", ["recomputed", "recomputed_reentrant", "offloaded", "offloaded_3", "away_pair"])
 def test_saving_memory_does_not_change_the_step(runs: Ranks, name: str) -> None:
     runs.assert_close(name, "vl_alone")
+
+
+@pytest.mark.parametrize(("name", "other"), [("away_frozen", "frozen_pair_3"), ("away_bf16", "pair_bf16_3")])
+def test_weights_in_main_memory_take_the_same_steps(runs: Ranks, name: str, other: str) -> None:
+    runs.assert_close(name, other)
 
 
 def test_a_step_moves_every_part_and_the_step_is_large_enough_to_be_compared(
@@ -269,7 +280,7 @@ def test_bf16_on_any_stage_can_be_asked_in_fp32_and_its_layouts_are_equal(runs: 
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"unbroken_{s}" for s in (*STAGES, "bf16")),
+        *(f"unbroken_{s}" for s in (*STAGES, "bf16", "away")),
         pytest.param(f"unbroken_{PROVEN_AT_LENGTH}", marks=pytest.mark.prove),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl.commands.self_test import layers, ranks, serving
+from vlmrl.commands.self_test import engines, layers, ranks, serving
 from vlmrl.commands.self_test.serving import Pair
 
 
@@ -28,6 +28,13 @@ def test_engine_and_policy_on_one_gpu_agree(check: str, pair: Pair) -> None:
 def test_weights_are_sent_between_two_gpus(tmp_path: Path) -> None:
     with serving.apart(tmp_path) as pair:
         serving.syncs_by_device(pair)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("check", [engines.fp8, engines.pipeline])
+def test_engines_in_fp8_and_in_stages_agree_with_transformers(check: object, tmp_path: Path) -> None:
+    assert callable(check)
+    check(tmp_path)
 
 
 @pytest.mark.parametrize("check", [layers.nf4, layers.eight_bit_adam, layers.liger, ranks.check])

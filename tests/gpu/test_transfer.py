@@ -67,7 +67,7 @@ def with_engine(model: Path, backend: Backend, use: Callable[[RolloutEngine, Any
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
             rendezvous = {"address": "127.0.0.1", "port": port}
-            info = init_infos(backend, num_engines=1, tensor_parallel_size=1, **rendezvous)[0]
+            info = init_infos(backend, num_engines=1, gpus_per_engine=1, **rendezvous)[0]
             build = (
                 (lambda: IpcSender(rank=0))
                 if backend == "ipc"

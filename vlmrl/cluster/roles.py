@@ -40,7 +40,7 @@ def plan_arguments(config: TrainingConfig | EvalConfig, machines: Session) -> di
     sampling = config.generation if isinstance(config, SamplingConfig) else config
     if isinstance(sampling, RlConfig | EvalConfig):
         vllm = sampling.vllm
-        roles.append(Role("vllm", vllm.num_engines, vllm.tensor_parallel_size, flag="--vllm.num_engines"))
+        roles.append(Role("vllm", vllm.num_engines, vllm.gpus_per_engine, flag="--vllm.num_engines"))
     shared = config.pools
     arguments: dict[str, Any] = {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
     if isinstance(config, RlConfig) and config.train.queue_size:

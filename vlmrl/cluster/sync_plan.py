@@ -56,7 +56,13 @@ def plan_sync(adapter: AdapterPlan | None, *, ds: Ds, vllm: Vllm, vision_trains:
 
 
 def check_engine_base(adapter: AdapterPlan | None, *, ds: Ds, vllm: Vllm) -> None:
-    """Raise ConfigError if syncs would replace the base that `vllm.qlora_base` sets."""
+    """Raise ConfigError if syncs would replace the base that `vllm.qlora_base` sets, or if the engines are of a kind
+    that has no adapters."""
+    if adapter is not None and adapter.fits_engine and vllm.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"vllm.pipeline_parallel_size {vllm.pipeline_parallel_size} is for engines without adapters, whose layers "
+            "vlmrl reads back from every worker: use vllm.tensor_parallel_size, or train without ds.lora.rank"
+        )
     if adapter is None or adapter.fits_engine or not ds.load_in_4bit or vllm.qlora_base == "dequantized":
         return
     raise ConfigError(
@@ -83,7 +89,7 @@ def check_devices(vllm: Vllm, machines: Session, places: Mapping[str, Sequence[P
         raise ClusterError(
             f"vllm.sync_backend ipc needs trainer and engines on the same GPUs, but they have {len(trainer)} and "
             f"{len(engines)} with {len(trainer & engines)} in common: make actor.num_nodes x actor.num_gpus_per_node "
-            "equal vllm.num_engines x vllm.tensor_parallel_size"
+            "equal vllm.num_engines x vllm.tensor_parallel_size x vllm.pipeline_parallel_size"
         )
     if vllm.sync_backend == "nccl" and trainer & engines:
         raise ClusterError(

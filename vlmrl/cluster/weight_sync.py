@@ -186,7 +186,7 @@ class WeightSync:
         infos = init_infos(
             backend,
             num_engines=len(self._workers),
-            tensor_parallel_size=self._plan.vllm.tensor_parallel_size,
+            gpus_per_engine=self._plan.vllm.gpus_per_engine,
             address=address,
             port=port,
         )

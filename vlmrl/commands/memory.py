@@ -25,8 +25,6 @@ from vlmrl.errors import ClusterError
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.models.configured import ConfiguredModels
 from vlmrl.models.memory import (
-    MemoryPart,
-    RoleMemory,
     colocated_critic,
     engine_memory,
     inner_teacher_memory,
@@ -36,6 +34,7 @@ from vlmrl.models.memory import (
     teacher_memory,
     trainer_memory,
 )
+from vlmrl.models.memory_parts import MemoryPart, RoleMemory
 from vlmrl.models.sizes import Sizes, with_value_head
 from vlmrl.plugins import Processor
 from vlmrl.system.machine import free_memory
@@ -182,7 +181,7 @@ def memory_plan(config: TrainingConfig, machine: Machine, models: ConfiguredMode
             device=machine.device,
             device_bytes=machine.device_bytes,
         )
-        roles.append((serving, sampling.vllm.num_engines * sampling.vllm.tensor_parallel_size))
+        roles.append((serving, sampling.vllm.num_engines * sampling.vllm.gpus_per_engine))
     separate = [role.name for role, _ in roles if role.name != "critic" or not _is_with_actor(config)]
     complete = tuple((_with_process(role, machine, has_imports=role.name in separate), count) for role, count in roles)
     return MemoryPlan(complete, tuple(_shares(config, complete, machine)), sequence, settings_of_length)

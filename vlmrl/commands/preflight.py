@@ -31,7 +31,7 @@ from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
-from vlmrl.models.engine_kernels import check_engine_kernels
+from vlmrl.models.engine_kernels import check_engine_kernels, check_quantization, check_stages
 from vlmrl.models.expert_settings import check_experts
 from vlmrl.models.kind import check_generates
 from vlmrl.models.max_length import check_length, max_positions
@@ -256,6 +256,14 @@ def check_hardware(config: TrainingConfig | EvalConfig, machines: Session, adapt
     if not has_gpus:
         _check_no_gpu(config)
     generates = isinstance(config, RlConfig | EvalConfig)
+    if isinstance(config, RlConfig):
+        model = config.actor
+        check_quantization(
+            model.model_name_or_path,
+            config.vllm.quantization,
+            has_gpu=has_gpus,
+            trust_remote_code=model.trust_remote_code,
+        )
     if generates or (isinstance(config, SamplingConfig) and config.generation is not None):
         check_engine_dtype(adapter, config.ds.param_dtype, has_gpu=has_gpus)
         actor = config.actor
@@ -268,6 +276,8 @@ def _check_no_gpu(config: TrainingConfig | EvalConfig) -> None:
     """Raise ConfigError for settings that need a GPU."""
     if isinstance(config, RlConfig | EvalConfig | SamplingConfig) and config.vllm.enable_sleep:
         raise ConfigError("vllm.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
+    if isinstance(config, RlConfig | EvalConfig | SamplingConfig):
+        check_stages(config.vllm.pipeline_parallel_size)
     if isinstance(config, RlConfig) and config.ds.enable_sleep:
         raise ConfigError("ds.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
     optimizers = {} if isinstance(config, EvalConfig) else {"actor": config.actor.optim}

@@ -181,6 +181,11 @@ def conflicts_of_replay(algo: Algo, vllm: Vllm, *, is_async: bool, has_agent: bo
         conflicts.append("algo.routing_replay is not built yet for conversations with an environment: turn it off")
     if is_async:
         conflicts.append("algo.routing_replay is not built yet for responses across weight syncs: turn it off")
+    if vllm.pipeline_parallel_size > 1:
+        conflicts.append(
+            "algo.routing_replay: each stage of vllm.pipeline_parallel_size records the experts of its layers: use "
+            "vllm.tensor_parallel_size"
+        )
     if not vllm.enable_prefix_caching:
         conflicts.append("algo.routing_replay: vLLM records experts only with vllm.enable_prefix_caching: turn that on")
     return conflicts

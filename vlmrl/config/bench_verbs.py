@@ -110,7 +110,7 @@ class AsyncBench(VerbConfig):
         all_but(Model, "actor", *CHECKPOINT)
         | all_but(Agent, "agent", "num_workers")
         | all_but(Rollout, "rollout", "batch_size", "n_samples_per_prompt")
-        | frozenset({"vllm.num_engines", "vllm.qlora_base", "vllm.enable_sleep"})
+        | frozenset({"vllm.num_engines", "vllm.qlora_base", "vllm.enable_sleep", "vllm.quantization"})
         | all_but(Loop, "train", *COMMON)
         | all_but(Ds, "ds", "param_dtype")
     )

@@ -28,6 +28,10 @@ class Ds(Section):
     """Storage type of 4-bit weights. auto chooses: uint8, or `ds.param_dtype` with ZeRO-3, which shards only that."""
     adam_offload: bool = False
     """Keep the optimizer state in CPU memory."""
+    offload: Literal["none", "cpu"] = "none"
+    """Keep the weights of actor and critic in CPU memory (cpu) while no layer computes with them, for models whose
+    shards do not fit beside a pass: every pass copies them to the GPU. Needs `ds.zero_stage` 3 and
+    `ds.adam_offload`."""
     enable_sleep: bool = False
     """Keep the optimizer state in CPU memory except during updates, while engines on the same GPUs
     (`train.colocate_all`) generate: 12 bytes per trained parameter over all ranks. Needs CUDA and `ds.zero_stage` 2."""
@@ -80,6 +84,7 @@ def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
     conflicts = []
     if ds.adam_offload and ds.zero_stage == 0:
         conflicts.append("ds.adam_offload needs a sharded optimizer: set ds.zero_stage to 1, 2 or 3")
+    conflicts += conflicts_of_offload(ds, flag="ds.zero_stage", stage=ds.zero_stage)
     packs = train.layout != "padded"
     if is_given(train, "layout") and ds.packing_samples not in (None, packs):
         flag, meant = str(ds.packing_samples).lower(), layout(not packs)
@@ -90,6 +95,31 @@ def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
         conflicts.append(
             f"ds.attn_implementation {ds.attn_implementation} does not support prompts that responses share: set "
             "train.layout packed or padded, or ds.attn_implementation auto"
+        )
+    return conflicts
+
+
+def conflicts_of_offload(ds: Ds, *, flag: str, stage: int | None) -> list[str]:
+    """`stage` is a ZeRO stage, and `flag` the setting that it comes from."""
+    if ds.offload == "none":
+        return []
+    conflicts = []
+    if stage != 3:
+        conflicts.append(f"ds.offload {ds.offload} moves shards of weights, which only {flag} 3 makes, not {stage}")
+    if not ds.adam_offload:
+        conflicts.append(
+            f"ds.offload {ds.offload} keeps 2 bytes per parameter off the GPU, and the optimizer 12 on it: set "
+            "ds.adam_offload too"
+        )
+    if ds.load_in_4bit:
+        conflicts.append(
+            f"ds.offload {ds.offload} with ds.load_in_4bit is not built: weights of 4 bits are loaded on the GPU in "
+            "full: leave one of them out"
+        )
+    if ds.expert_parallel_size > 1:
+        conflicts.append(
+            f"ds.offload {ds.offload} with ds.expert_parallel_size {ds.expert_parallel_size} has not been tried: leave "
+            "one of them out"
         )
     return conflicts
 

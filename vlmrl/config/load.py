@@ -18,6 +18,7 @@ from vlmrl.config.help import default_of
 from vlmrl.config.names import nearest, settings_named_in
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
 from vlmrl.config.openrlhf_stages import REFUSED_BY_VERB
+from vlmrl.config.refused import REFUSED_VALUES as OTHERS
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verb_list import VERBS
 from vlmrl.errors import ConfigError
@@ -149,7 +150,7 @@ def _wrong_value(name: str, field: FieldInfo, given: GivenValue, detail: ErrorDe
     place = (
         f"{given.origin} {given.shown}" if given.origin.startswith("--") else f"{given.origin}: {name}: {given.shown}"
     )
-    refused = REFUSED_VALUES.get(name, {}).get(str(given.value))
+    refused = (REFUSED_VALUES.get(name) or OTHERS.get(name, {})).get(str(given.value))
     return f"{place}: {refused or _reason(field, given.value, detail)}"
 
 

@@ -3,13 +3,13 @@ models, moving average, best model, and shared devices."""
 
 from collections.abc import Mapping
 
-from vlmrl.config.adapters import conflicts_of_storage
+from vlmrl.config.adapters import conflicts_of_storage, reason_to_merge
 from vlmrl.config.algo import Advantage
 from vlmrl.config.base import Unread
 from vlmrl.config.built_in import CRITIC_ESTIMATORS, ESTIMATORS
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.critic import Critic
-from vlmrl.config.ds import Ds, conflicts_of_optimizer
+from vlmrl.config.ds import Ds, conflicts_of_offload, conflicts_of_optimizer
 from vlmrl.config.names import settings
 from vlmrl.config.optimizer import unread_of_optimizer
 from vlmrl.config.rollout import Eval, EvalRows
@@ -87,6 +87,8 @@ def conflicts_of_critic(critic: Critic, train: TrainRl, ds: Ds) -> list[str]:
         )
     if ds.adam_offload and critic.zero_stage == 0:
         conflicts.append("ds.adam_offload needs a sharded optimizer: set critic.zero_stage to 1, 2 or 3")
+    if critic.zero_stage not in (None, ds.zero_stage):
+        conflicts += conflicts_of_offload(ds, flag="critic.zero_stage", stage=critic.zero_stage)
     if ds.lora.rank and "vision" in ds.lora.target_modules:
         frozen = [flag for flag in ("freeze_visual_encoder", "freeze_projector") if getattr(critic, flag)]
         conflicts += [
@@ -131,6 +133,26 @@ def conflicts_of_devices(vllm: Vllm, train: TrainRl | SampledLoop | EvalLoop) ->
         conflicts.append(
             "vllm.sync_backend nccl cannot connect trainer and engines on the same GPU, where train.colocate_all "
             "places them: use ipc or shm"
+        )
+    return conflicts
+
+
+def conflicts_of_quantization(vllm: Vllm, ds: Ds, advantage: Advantage) -> list[str]:
+    if vllm.quantization == "none":
+        return []
+    flag = f"vllm.quantization {vllm.quantization}"
+    conflicts = []
+    if not advantage.is_correction_enable:
+        conflicts.append(
+            f"{flag} samples from a rounded model, not from the one that is trained, which needs importance "
+            "correction: set algo.advantage.is_correction_enable"
+        )
+    if ds.param_dtype == "fp32":
+        conflicts.append(f"{flag} needs activations of half precision: set ds.param_dtype bf16")
+    if ds.lora.rank and reason_to_merge(ds.lora) is None:
+        conflicts.append(
+            f"{flag} with adapters that are synced without the base is not built: leave ds.lora.rank or "
+            "vllm.quantization out"
         )
     return conflicts
 

@@ -51,7 +51,9 @@ class SamplingConfig(SupervisedConfig):
     """Such training of a policy, whose responses to held-out questions can be evaluated."""
 
     omits: ClassVar[frozenset[str]] = (
-        _ONLY_OF_RL | all_but(Rollout, "rollout", "max_new_tokens") | frozenset({"vllm.max_logprob_diff"})
+        _ONLY_OF_RL
+        | all_but(Rollout, "rollout", "max_new_tokens")
+        | frozenset({"vllm.max_logprob_diff", "vllm.quantization"})
     )
 
     eval: SampledEval = SampledEval()

@@ -28,7 +28,7 @@ from vlmrl.config.vllm import Vllm
 CHECKPOINT = ("model_name_or_path", "trust_remote_code")
 COMMON = ("seed", "timeout_s", "stop_grace_s")
 SYNC = ("bucket_mib", "sync_backend", "readback_steps")
-WITH_TRAINER = ("max_logprob_diff", "enable_sleep")
+WITH_TRAINER = ("max_logprob_diff", "enable_sleep", "quantization")
 
 
 class RlConfig(TrainingConfig, AgentConfig):
@@ -189,6 +189,7 @@ class RlConfig(TrainingConfig, AgentConfig):
             *rollout.conflicts_of_eval(self.eval, evaluates=self.evaluates),
             *roles.conflicts_of_async(self.train, self.vllm, self.ds, self.algo.advantage),
             *roles.conflicts_of_devices(self.vllm, self.train),
+            *roles.conflicts_of_quantization(self.vllm, self.ds, self.algo.advantage),
             *roles.conflicts_of_sleep(self.ds, self.train, self._zero_stages),
             *roles.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates),
             *(roles.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
@@ -231,7 +232,7 @@ class EvalConfig(AgentConfig):
         all_but(Model, "actor", *CHECKPOINT, "adapter_name_or_path")
         | frozenset({"data.output_key"})
         | all_but(Rollout, "rollout", "max_new_tokens")
-        | frozenset(f"vllm.{name}" for name in (*SYNC, "max_logprob_diff", "qlora_base"))
+        | frozenset(f"vllm.{name}" for name in (*SYNC, "max_logprob_diff", "qlora_base", "quantization"))
         | frozenset(f"reward.{name}" for name in SHAPING)
         | all_but(EvalLoop, "train", *COMMON, "agent_func_path", "max_tokens_per_gpu", "colocate_all")
         | all_but(Ds, "ds", "param_dtype", "zero_stage")

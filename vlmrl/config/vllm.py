@@ -12,9 +12,12 @@ class Vllm(Section):
     """The rollout engines."""
 
     num_engines: PositiveInt = 1
-    """Number of engines; each holds a copy of the model."""
+    """Number of engines; each holds a copy of the model and serves its own requests (data parallelism)."""
     tensor_parallel_size: PositiveInt = 1
-    """GPUs per engine."""
+    """GPUs that share each layer of an engine."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages of an engine, each with a part of the layers on GPUs of its own: an engine has
+    `vllm.tensor_parallel_size` times as many GPUs, all of one machine. Has not run on a GPU yet."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes (reset on every weight sync)."""
     max_num_seqs: PositiveInt | None = None
@@ -44,6 +47,10 @@ class Vllm(Section):
     """Base weights of the engines when the trainer's are in 4 bits (`ds.load_in_4bit`). `dequantized`: the values of
     the 4-bit weights, so that engines and trainer compute the same function. `original`: the model's own files.
     `bitsandbytes`: 4 bits in the engine too, on CUDA."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: the layers of the language model compute in FP8, with a scale per row of the weights, which are quantized at
+    the start and with every weight sync, and per token of the activations. Tower, projector and output layer do not.
+    Needs `algo.advantage.is_correction_enable` and a GPU of Ada, Hopper or newer; has not run on a GPU yet."""
     bucket_mib: PositiveFloat | None = None
     """Bucket size of a weight sync in MiB; by default 64 through shared memory, where several buckets are in flight,
     and 512 between GPUs (`vllm.sync_backend`)."""
@@ -53,9 +60,9 @@ class Vllm(Section):
     without the base are always read back completely."""
     max_logprob_diff: PositiveFloat | None = None
     """The run stops when the log-probs of engine and trainer differ by more than this, averaged over the sampled tokens
-    of a step; by default 0.001 in fp32, 0.1 in bf16, and no limit if `vllm.qlora_base` is original. Unless this is set,
-    a difference of 20 times the measured noise (`verify/noise/level`) also stops the run; if it is set, that only
-    warns."""
+    of a step; by default 0.001 in fp32, 0.1 in bf16, 0.3 with `vllm.quantization` fp8, and no limit if
+    `vllm.qlora_base` is original. Unless this is set, a difference of 20 times the measured noise
+    (`verify/noise/level`) also stops the run; if it is set, that only warns. With fp8 noise is not measured."""
     enable_sleep: bool = False
     """Free the engine's GPU memory while other models work; needs `train.colocate_all` and CUDA."""
 
@@ -68,7 +75,14 @@ class Vllm(Section):
             return self.max_logprob_diff
         if load_in_4bit and self.qlora_base == "original":
             return math.inf
+        if self.quantization == "fp8":
+            return 0.3
         return 1e-3 if param_dtype == "fp32" else 0.1
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """GPUs of one engine, or cores without a GPU: a worker process on each."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def bucket_bytes(self) -> int:

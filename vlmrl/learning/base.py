@@ -88,7 +88,7 @@ class TrainableModel:
         self._world_size = torch.distributed.get_world_size()
         self._sequence = sequence_group(ds.sequence_parallel_size, loop.timeout_s)
         self._average: Ema | None = None
-        with sharded_loading(ds):
+        with sharded_loading(ds, offload=ds.offload != "none"):
             self._net, self._processor = load(self._device)
             # Some models draw random numbers while they load, how many depends on the stage. The adapter should not.
             seed(loop.seed, deterministic=loop.full_determinism_enable)

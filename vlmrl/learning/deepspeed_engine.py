@@ -47,6 +47,7 @@ if not torch.cuda.is_available():
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """`ds.param_dtype` -> dtype of weights and activations."""
 
+_IN_MAIN_MEMORY = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
 _MAX_BUCKET_ELEMENTS = 500_000_000
 """Elements. DeepSpeed's default."""
 
@@ -150,7 +151,7 @@ def sharded_loading(ds: Ds, *, offload: bool = False) -> Iterator[None]:
     if ds.zero_stage != 3 or ds.load_in_4bit:
         yield
         return
-    zero: dict[str, Any] = {"stage": 3} | (_offloaded() if offload else {})
+    zero: dict[str, Any] = {"stage": 3} | ({"offload_param": _IN_MAIN_MEMORY} if offload else {})
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if ds.param_dtype == "bf16":
         config["bf16"] = {"enabled": True}
@@ -191,7 +192,7 @@ def start_frozen_engine(module: nn.Module, *, ds: Ds, offload: bool) -> Any:
     """
     zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": _largest_vector(module)}
     if offload:
-        zero |= _offloaded()
+        zero["offload_param"] = _IN_MAIN_MEMORY
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -204,10 +205,6 @@ def start_frozen_engine(module: nn.Module, *, ds: Ds, offload: bool) -> Any:
     return engine
 
 
-def _offloaded() -> dict[str, Any]:
-    return {"offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}
-
-
 def engine_config(module: nn.Module, *, actor: Model, ds: Ds) -> dict[str, Any]:
     """DeepSpeed's configuration for training `module`.
 
@@ -216,13 +213,17 @@ def engine_config(module: nn.Module, *, actor: Model, ds: Ds) -> dict[str, Any]:
     """
     if ds.adam_offload and ds.zero_stage == 0:
         raise ConfigError("ds.adam_offload needs a sharded optimizer: set ds.zero_stage to 1, 2 or 3")
+    if ds.offload != "none" and ds.zero_stage != 3:
+        raise ConfigError(f"ds.offload {ds.offload} needs sharded weights: set ds.zero_stage to 3")
     # At stage 0, DeepSpeed sums bf16 gradients in bf16. Stage 1 takes the same steps and sums in fp32.
     stage = 1 if ds.zero_stage == 0 and ds.param_dtype == "bf16" else ds.zero_stage
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": ds.overlap_comm}
     # DeepSpeed allocates its gradient bucket in full: adapters do not need two gigabytes.
     zero["reduce_bucket_size"] = min(_MAX_BUCKET_ELEMENTS, _num_trainable(module))
     if ds.adam_offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero["offload_optimizer"] = _IN_MAIN_MEMORY
+    if ds.offload == "cpu":
+        zero["offload_param"] = _IN_MAIN_MEMORY
     if ds.zero_stage == 3:
         # Norms and biases are not sharded: gathering them costs more than it saves. DeepSpeed's default would leave the
         # matrices of small models unsharded too.

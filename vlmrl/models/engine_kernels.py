@@ -8,6 +8,8 @@ from vlmrl.plugins import MODEL_FLAG
 
 _LINEAR_ATTENTION = "linear_attention"
 """Layer type of the gated delta rule, in Transformers' configurations."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Number of experts, by Transformers' configurations."""
 _CPU_CHANNELS = (64, 128)
 """Channels of a head, of keys and values alike, that vLLM's kernel for CPUs takes."""
 
@@ -33,4 +35,35 @@ def check_engine_kernels(
         raise ConfigError(
             f"{flag}: heads of the linear attention of {path} have {keys} channels in keys and {values} in values, and "
             f"on CPU vLLM needs {sizes} in both: use another model, or a GPU"
+        )
+
+
+def check_quantization(
+    path: str, quantization: str, *, has_gpu: bool, trust_remote_code: bool = False, flag: str = MODEL_FLAG
+) -> None:
+    """Raise ConfigError when vLLM cannot hold the model `path` as `vllm.quantization` says.
+
+    `flag` is the setting that names the model.
+    """
+    if quantization == "none":
+        return
+    if not has_gpu:
+        raise ConfigError(
+            f"vllm.quantization {quantization} needs CUDA: vLLM has no such kernel for CPUs: leave it out"
+        )
+    config = read_config(path, trust_remote_code=trust_remote_code, flag=flag).get_text_config()
+    if any(getattr(config, name, None) for name in _EXPERTS):
+        raise ConfigError(
+            f"vllm.quantization {quantization} with {path}: quantized experts cannot be read back after a weight sync: "
+            "leave it out"
+        )
+
+
+def check_stages(stages: int) -> None:
+    """Raise ConfigError if an engine without a GPU would have stages: vLLM 0.32 starts it and loads its weights, and
+    dies at the first requests (KeyError in its engine core)."""
+    if stages > 1:
+        raise ConfigError(
+            f"vllm.pipeline_parallel_size {stages} needs CUDA: on CPU vLLM dies at the first requests to an engine of "
+            "stages: use vllm.tensor_parallel_size"
         )

@@ -3,7 +3,7 @@
 With P parameters, T of them trainable, on N ranks, and s bytes of `ds.param_dtype` (2 or 4):
 
 * **weights** are s P; in 4 bits 0.516 bytes per parameter of the language model's layers, and s for the rest. ZeRO-3
-  shards them: 1/N, plus the gathered ones.
+  shards them: 1/N, plus the gathered ones, which are all that is on the GPU with `ds.offload`.
 * **gradients** are 4 T for the sums, plus s T for ZeRO's bucket; **optimizer** is 4 T for the fp32 copy that DeepSpeed
   updates, and 8 T (2 T in 8 bits) for Adam's two moments. Sharded by ZeRO, they are 1/N. With adapters T is r (in +
   out) per layer.
@@ -19,14 +19,15 @@ With P parameters, T of them trainable, on N ranks, and s bytes of `ds.param_dty
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.models.logprobs import SLICE
-from vlmrl.models.sizes import Blocks, Recurrence, Sizes, num_adapter_parameters
+from vlmrl.models.memory_parts import MemoryPart, RoleMemory
+from vlmrl.models.sizes import Blocks, Recurrence, Sizes, num_adapter_parameters, stage_share
 
 FOUR_BIT_BYTES = 0.5 + 0.127 / 8
 """Bytes of a parameter in NF4, with its share of the doubly quantized scales (arXiv:2305.14314, section 3)."""
@@ -53,32 +54,6 @@ _FUSED = {
 }
 """Linear layer -> the fused layer of vLLM that it becomes a part of."""
 _BYTES = {"bf16": 2, "fp32": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """One kind of memory of a role."""
-
-    name: str
-    num_bytes: float
-    flag: str
-    """Setting to change to reduce it, for messages."""
-    in_host_memory: bool = False
-    """It is in main memory, even if the role computes on a GPU."""
-    stays: bool = True
-    """It remains between the role's passes, while engines on the same GPU are awake."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoleMemory:
-    """Memory of one process of a run."""
-
-    name: str
-    parts: tuple[MemoryPart, ...]
-
-    def num_bytes(self, *, on_device: bool = True) -> float:
-        """Sum the parts on its device, or with False those in main memory."""
-        return sum(part.num_bytes for part in self.parts if part.in_host_memory != on_device)
 
 
 def trainer_memory(
@@ -157,7 +132,22 @@ def trainer_memory(
         ),
         MemoryPart("vision cache", cache_bytes, "lower vision.cache_gib", in_host_memory=True),
     ]
+    if ds.adam_offload and ds.zero_stage == 3 and device != "cpu":
+        parts = _offloaded(parts, size, ds, ranks=ranks, sums=4 * trains / ranks, flag=fewer)
     return RoleMemory(role, tuple(part for part in parts if part.num_bytes))
+
+
+def _offloaded(parts: list[MemoryPart], size: Sizes, ds: Ds, *, ranks: int, sums: float, flag: str) -> list[MemoryPart]:
+    """Move to main memory what stage 3 keeps there with `ds.adam_offload`: the sums of gradients, twice (added up, and
+    flat for the step), and with `ds.offload` the weights, apart from those that are gathered."""
+    rest = [part for part in parts if part.name not in ("gradients", "update", "weights")]
+    weights, gradients = parts[0], next(part for part in parts if part.name == "gradients")
+    if ds.offload != "none":
+        s = _BYTES[ds.param_dtype]
+        rest.insert(0, MemoryPart("gathered weights", min(size.total, _LIVE) * s, "use GPUs with more memory"))
+        weights = replace(weights, num_bytes=size.total * s / ranks, in_host_memory=True)
+    on_device = replace(gradients, num_bytes=gradients.num_bytes - sums)
+    return [weights, on_device, MemoryPart("sums of gradients", 2 * sums, flag, in_host_memory=True), *rest]
 
 
 def colocated_critic(actor: RoleMemory, critic: RoleMemory, *, shares_features: bool) -> RoleMemory:
@@ -180,7 +170,9 @@ def engine_memory(
     model_bytes = float(size.total * s)
     if ds.load_in_4bit and vllm.qlora_base == "bitsandbytes":
         model_bytes = size.quantized * FOUR_BIT_BYTES + (size.total - size.quantized) * s
-    weights = model_bytes / vllm.tensor_parallel_size
+    if vllm.quantization == "fp8":
+        model_bytes = float(size.quantized + (size.total - size.quantized) * s)
+    weights = model_bytes * stage_share(size, vllm.pipeline_parallel_size) / vllm.tensor_parallel_size
     slots = 0.0
     if adapter is not None and adapter.fits_engine:
         slots = (
@@ -193,10 +185,10 @@ def engine_memory(
         flag = "lower vllm.gpu_memory_utilization"
     pinned = 0.0
     if vllm.enable_sleep and device != "cpu":
-        shard = s / vllm.tensor_parallel_size
-        pinned = pinned_bytes(size, shard) * model_bytes / (size.total * s) + slots
+        share = weights * vllm.tensor_parallel_size / (size.total * s)
+        pinned = pinned_bytes(size, s / vllm.tensor_parallel_size) * share + slots
     parts = [
-        MemoryPart("weights", weights, "raise vllm.tensor_parallel_size"),
+        MemoryPart("weights", weights, "raise vllm.tensor_parallel_size, or vllm.pipeline_parallel_size"),
         MemoryPart("adapters", slots, "lower ds.lora.rank"),
         MemoryPart("KV cache", cache, flag),
         MemoryPart("asleep, pinned", pinned, "raise vllm.tensor_parallel_size", in_host_memory=True),
@@ -237,7 +229,8 @@ def sequence_bytes(size: Sizes, *, vllm: Vllm, ds: Ds, tokens: int) -> float:
     if (linear := size.text.recurrence) is not None:
         convolution = (linear.taps - 1) * (linear.queries + linear.heads * linear.values) * s
         num_bytes += linear.layers * (convolution + 4 * linear.heads * linear.keys * linear.values)
-    return num_bytes / vllm.tensor_parallel_size
+    of_stage = -(-size.text.layers // vllm.pipeline_parallel_size) / size.text.layers
+    return num_bytes * of_stage / vllm.tensor_parallel_size
 
 
 def reference_memory(size: Sizes, *, ds: Ds, tokens: int, device: str) -> RoleMemory:

@@ -118,6 +118,15 @@ def with_value_head(size: Sizes) -> Sizes:
     return replace(size, parameters={**size.parameters, "language": language}, vocabulary=1, output=0)
 
 
+def stage_share(size: Sizes, stages: int) -> float:
+    """Return the share of the parameters in the largest stage of a pipeline. Each has a part of the layers and all of
+    the tower, and one end the embedding or the output layer."""
+    ends, layers = size.vocabulary * size.text.hidden, size.text.layers
+    inside = size.parameters["language"] - ends - size.output
+    elsewhere = inside * (1 - -(-layers // stages) / layers) + (size.output if stages > 1 else 0)
+    return (size.total - elsewhere) / size.total
+
+
 def num_adapter_parameters(size: Sizes, adapter: AdapterPlan) -> int:
     """Parameters of an adapter: r (in + out) of each layer, and DoRA's magnitudes."""
     shapes = [size.linears[target] for target in adapter.targets]

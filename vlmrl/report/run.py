@@ -69,7 +69,7 @@ class Run:
     @property
     def logprob_diff_limit(self) -> float:
         """Bound on the mean difference between log-probs of engine and trainer; infinity: there is none."""
-        given = {name: self.config.get(f"vllm.{name}") for name in ("max_logprob_diff", "qlora_base")}
+        given = {name: self.config.get(f"vllm.{name}") for name in ("max_logprob_diff", "qlora_base", "quantization")}
         try:
             vllm = Vllm.model_validate({name: value for name, value in given.items() if value is not None})
         except ValueError:  # settings that were edited by hand

@@ -19,9 +19,10 @@ from vlmrl.models.weight_buckets import fingerprint
 from vlmrl.rollout import requests
 from vlmrl.rollout.capacity import Limits
 from vlmrl.rollout.compatibility import format_missing
+from vlmrl.rollout.engine_checks import check_device, check_model
 from vlmrl.rollout.expert_recorder import attach_experts
 from vlmrl.rollout.inbox import Inbox
-from vlmrl.rollout.launch import OUTPUT_DELAY_S, Launch, check_device, check_model, engine_arguments, one_line
+from vlmrl.rollout.launch import OUTPUT_DELAY_S, Launch, engine_arguments, one_line
 from vlmrl.rollout.reports import (
     HeldAdapter,
     ReadbackPlan,
@@ -99,8 +100,7 @@ class RolloutEngine(Inbox):
 
         Raises:
             ClusterError: vLLM does not start, or not within `vllm.start_timeout_s`.
-            ConfigError: the model does not exist, or vLLM cannot hold it in 4 bits (`vllm.qlora_base`) or cannot apply
-                its adapter in fp32, or has no kernel for it.
+            ConfigError: the model does not exist, or vLLM cannot hold it or its adapter as the settings say.
         """
         check_device(adapter=self._plan, dtype=self._settings.dtype)
         if Path(self._settings.model).is_dir():

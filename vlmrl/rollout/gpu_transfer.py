@@ -119,7 +119,7 @@ def update_info(offer: Offer) -> dict[str, Any]:
 
 
 def init_infos(
-    backend: Backend, *, num_engines: int, tensor_parallel_size: int, address: str, port: int
+    backend: Backend, *, num_engines: int, gpus_per_engine: int, address: str, port: int
 ) -> list[dict[str, Any]]:
     """For each engine, the fields of vLLM's NCCLWeightTransferInitInfo or IPCWeightTransferInitInfo.
 
@@ -127,8 +127,8 @@ def init_infos(
     """
     if backend == "ipc":
         return [{"packed": True}] * num_engines
-    world = {"master_address": address, "master_port": port, "world_size": 1 + num_engines * tensor_parallel_size}
-    return [world | {"rank_offset": 1 + n * tensor_parallel_size, "packed": False} for n in range(num_engines)]
+    world = {"master_address": address, "master_port": port, "world_size": 1 + num_engines * gpus_per_engine}
+    return [world | {"rank_offset": 1 + n * gpus_per_engine, "packed": False} for n in range(num_engines)]
 
 
 class Update(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import importlib.util
 import logging
 import multiprocessing
 import os
@@ -26,31 +25,29 @@ import torch
 
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
-from vlmrl.errors import ClusterError, ConfigError
-from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
-from vlmrl.models.engine_kernels import check_engine_kernels
+from vlmrl.errors import ClusterError
+from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.plugins import Processor
 from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits, video_demand
 from vlmrl.rollout.compatibility import FRONT_END, format_missing, missing
 from vlmrl.rollout.vllm_patches import KeepImages
-from vlmrl.startup.driver import gpu_problem
 from vlmrl.system import fork_server, stops
 from vlmrl.system.exits import format_exit, may_be_out_of_memory, oom_kills
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vlmrl.rollout.settings import EngineSettings
 
 _T = TypeVar("_T")
 
 _STOP_S = 20.0
-_BITSANDBYTES = "vllm_bnb_plugin"
 _CPU_BLOCK = 32
 """Tokens of a block of the KV cache on CPU: the smallest that vLLM allows there. The responses to a prompt share its
 full blocks, and each prefills the rest. With vLLM's default of 128, eight prompts of 234 tokens with eight responses
 each prefilled 7900 tokens instead of 2400, and a rollout took 2.5 s instead of 1.95 (two cores, 13M model).
 """
+_IN_FULL = ("*visual*", "*vision*", "*projector*", "*merger*")
+"""Names of layers in vLLM's models that `vllm.quantization` leaves as they are, as patterns."""
 _LESS_MEMORY = "if memory has run out, lower --vllm.gpu_memory_utilization, or on CPU --vllm.cpu_kv_cache_gib"
 OUTPUT_DELAY_S = 0.5
 """The last lines of a dead engine arrive after the error that reports its death: how long to wait for them."""
@@ -80,6 +77,7 @@ def engine_arguments(
 
     arguments: dict[str, Any] = {
         "tensor_parallel_size": vllm.tensor_parallel_size,
+        "pipeline_parallel_size": vllm.pipeline_parallel_size,
         "enable_prefix_caching": vllm.enable_prefix_caching,
         "enforce_eager": vllm.enforce_eager,
         # vLLM's default falls back to pickles.
@@ -110,6 +108,9 @@ def engine_arguments(
         arguments["enable_return_routed_experts"] = True
     if vllm.qlora_base == "bitsandbytes":
         arguments |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
+    if vllm.quantization == "fp8":
+        # vLLM's own fp8 is for files in FP8. Sizes of towers are no multiples of the kernels' tiles.
+        arguments |= {"quantization": "fp8_per_channel", "quantization_config": {"ignore": list(_IN_FULL)}}
     if vllm.sync_backend != "shm":
         arguments["weight_transfer_config"] = {"backend": vllm.sync_backend}
     if current_platform.is_cpu():
@@ -121,7 +122,7 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
     limits = choose_limits(
         demand,
-        CPU_LIMITS if current_platform.is_cpu() else _offline_limits(vllm.tensor_parallel_size),
+        CPU_LIMITS if current_platform.is_cpu() else _offline_limits(vllm.gpus_per_engine),
         max_num_seqs=vllm.max_num_seqs,
         max_num_batched_tokens=vllm.max_num_batched_tokens,
         video_tokens=videos.tokens,
@@ -139,46 +140,6 @@ def _offline_limits(world_size: int) -> Limits:
 
     tokens, seqs = AsyncEngineArgs.get_batch_defaults(world_size)
     return Limits(seqs[UsageContext.LLM_CLASS], tokens[UsageContext.LLM_CLASS])
-
-
-def check_device(*, adapter: AdapterPlan | None, dtype: str) -> None:
-    """Check that torch can use this engine's GPU, and that vLLM can apply the adapter there.
-
-    Args:
-        dtype: bf16 or fp32.
-
-    Raises:
-        ClusterError: torch cannot use the GPU.
-        ConfigError: vLLM cannot apply the adapter in this dtype.
-    """
-    problem = gpu_problem(torch.version.cuda, is_available=torch.cuda.is_available())
-    if problem is not None:
-        raise ClusterError(problem)
-    check_engine_dtype(adapter, dtype, has_gpu=torch.cuda.is_available())
-
-
-def check_model(settings: EngineSettings) -> None:
-    """Raise ConfigError when vLLM cannot hold the model as `vllm.qlora_base` says, or lacks a kernel for it here."""
-    check_base(settings.vllm)
-    check_engine_kernels(
-        settings.model,
-        settings.dtype,
-        has_gpu=torch.cuda.is_available(),
-        trust_remote_code=settings.trust_remote_code,
-    )
-
-
-def check_base(vllm: Vllm) -> None:
-    """Raise ConfigError when vLLM cannot hold the base model as `vllm.qlora_base` says."""
-    if vllm.qlora_base != "bitsandbytes":
-        return
-    if not torch.cuda.is_available():
-        raise ConfigError("vllm.qlora_base bitsandbytes needs a CUDA device: use dequantized or original")
-    if importlib.util.find_spec(_BITSANDBYTES) is None:
-        raise ConfigError(
-            "vllm.qlora_base bitsandbytes needs the package vllm-bnb-plugin, because vLLM has no 4-bit layers of its "
-            "own: install it, or use dequantized or original"
-        )
 
 
 class Launch:

@@ -31,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from vlmrl.rollout import fp8_rows
 from vlmrl.rollout.expert_rows import expert_product
 from vlmrl.rollout.loader_trace import LoaderTrace, Piece, parameters_by_storage
 from vlmrl.rollout.reports import ReadbackPlan, ReadbackReport
@@ -109,7 +110,9 @@ class Readback:
     def _record(self, name: str, tensor: Tensor) -> None:
         for piece in self._places[name]:
             if piece.parameter in self._readers:
-                part = piece.of(tensor).to(self._readers[piece.parameter].dtype)
+                reader = self._readers[piece.parameter]
+                part = piece.of(tensor).to(reader.dtype)
+                part = part if reader.round is None else reader.round(part)
                 inputs = self._probe_inputs(part.shape[1], part.dtype, part.device)
                 values = SentRows(
                     columns=part[:, inputs.columns].T.contiguous(),
@@ -120,9 +123,13 @@ class Readback:
                 self._expected.setdefault(piece.parameter, []).append(ExpectedRows(name, piece.first_row, values))
 
     @torch.no_grad()
-    def report(self) -> ReadbackReport:
-        """Read the selected layers after the update, and report those that differ from what was sent."""
+    def report(self, *, elsewhere: Iterable[str] = ()) -> ReadbackReport:
+        """Read the selected layers after the update, and report those that differ from what was sent.
+
+        `elsewhere` are tensors that only other stages of the pipeline hold.
+        """
         started = time.perf_counter()
+        absent = set(elsewhere)
         wrong: dict[str, str] = {}
         for path, parts in self._expected.items():
             for held, before in zip(self._held(path), self._before[path], strict=True):
@@ -135,7 +142,7 @@ class Readback:
             "unread": [
                 name
                 for name, pieces in self._places.items()
-                if not pieces or any(piece.parameter not in self._readable for piece in pieces)
+                if name not in absent and (not pieces or any(piece.parameter not in self._readable for piece in pieces))
             ],
             "wrong": [[name, mismatch] for name, mismatch in wrong.items()],
             "seconds": self._seconds + time.perf_counter() - started,
@@ -180,11 +187,13 @@ class Reader(NamedTuple):
     device: torch.device
     products: list[Callable[[Tensor], Tensor]]
     """Each multiplies x, [rows of x, width], with the parameter as one user of it holds it."""
+    round: Callable[[Tensor], Tensor] | None = None
+    """Rounds rows that were sent to those that the layer holds; None where it holds them as they are."""
 
 
 def find_readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict[str, Reader]:
-    """Path -> reader, for all parameters of vLLM's model except weights of quantized layers, and of experts in a layout
-    that `expert_product` does not know.
+    """Path -> reader, for all parameters of vLLM's model but weights of quantized layers, other than FP8 rows, and of
+    experts in a layout that `expert_product` does not know.
     """
     heads: dict[int, list[nn.Module]] = {}
     for head in tied_heads:
@@ -204,7 +213,10 @@ def find_readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict
                 width = int(getattr(module, "input_size_per_partition", module.input_size))
                 if type(module.quant_method) is UnquantizedLinearMethod:
                     products = [_applied(module) if _is_matrix(module) else _convolved(module)]
-            elif not _is_transformed(module) and parameter.dim():
+                elif fp8_rows.is_fp8(module):
+                    readers[f"{path}.{name}"] = _fp8_reader(module, width)
+                    continue
+            elif (not _is_transformed(module) or (name == "bias" and fp8_rows.is_fp8(module))) and parameter.dim():
                 products = [_direct(module, name)]
                 if isinstance(module, VocabParallelEmbedding) and name == "weight":
                     users = [module] if isinstance(module, ParallelLMHead) else []
@@ -212,6 +224,10 @@ def find_readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict
             if products and width:
                 readers[f"{path}.{name}" if path else name] = Reader(width, parameter.dtype, parameter.device, products)
     return readers
+
+
+def _fp8_reader(layer: Any, width: int) -> Reader:
+    return Reader(width, layer.orig_dtype, layer.weight.device, [fp8_rows.product(layer)], fp8_rows.rounded)
 
 
 def _is_transformed(module: nn.Module) -> bool:

@@ -51,9 +51,12 @@ class Report(TypedDict):
     digests: dict[str, str]
     """Name -> digest of each received tensor."""
     ignored: list[str]
-    """Names that vLLM's model did not load."""
+    """Names that vLLM's model did not load. A stage of a pipeline (`vllm.pipeline_parallel_size`) has a part of the
+    layers."""
     missing: list[str]
     """Modules without a tensor, or with an incomplete one."""
+    stage: NotRequired[int]
+    """Of the pipeline, from 0; absent for whole models and adapters."""
     readback: NotRequired[ReadbackReport]
     """Present if it was requested and the update is otherwise complete."""
 
@@ -97,14 +100,26 @@ def describe_adapter(plan: AdapterPlan) -> AdapterDescription:
 
 def find_problem(reports: Sequence[Report]) -> str | None:
     """Return the first problem in the workers' reports of an update; None when it was complete on all of them."""
+    ignored = ignored_by_all_stages(reports)
+    if ignored:
+        return f"vLLM's model has no place for {_some(ignored)}"
     for report in reports:
-        if report["ignored"]:
-            return f"vLLM's model has no place for {_some(report['ignored'])}"
         if report["missing"]:
             return f"no weights arrived for {_some(report['missing'])}"
         if report["digests"] != reports[0]["digests"]:
             return "its workers received different weights"
     return find_readback_problem(reports)
+
+
+def ignored_by_all_stages(reports: Sequence[Report]) -> list[str]:
+    """Return the tensors that no stage of the pipeline has loaded on all of its workers.
+
+    A stage that has the layer but did not load the tensor has `missing` elements.
+    """
+    by_stage: dict[int, set[str]] = {}
+    for report in reports:
+        by_stage.setdefault(report.get("stage", 0), set()).update(report["ignored"])
+    return sorted(set.intersection(*by_stage.values()))
 
 
 def find_readback_problem(reports: Sequence[Report]) -> str | None:

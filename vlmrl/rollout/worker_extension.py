@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -86,7 +87,9 @@ class WeightReceiver:
             self._vlmrl_abandon()
             model = self.model_runner.get_model()
             readback = None if plan is None else Readback(model, plan, self.vlmrl_pieces, tied_heads(model))
-            self.vlmrl_update = WeightUpdate(model, self.vllm_config, self.vlmrl_places, readback)
+            has_stages = self.vllm_config.parallel_config.pipeline_parallel_size > 1
+            stage = get_pp_group().rank_in_group if has_stages else None
+            self.vlmrl_update = WeightUpdate(model, self.vllm_config, self.vlmrl_places, readback, stage=stage)
 
     def vlmrl_begin_adapter(self, description: AdapterDescription) -> None:
         """Begin an update of the adapter; an unfinished one is abandoned."""
@@ -134,13 +137,16 @@ class WeightUpdate:
         vllm_config: VllmConfig,
         places: dict[str, frozenset[str]],
         readback: Readback | None = None,
+        *,
+        stage: int | None = None,
     ) -> None:
         """Begin the update.
 
         Args:
-            places: filled with the parameters of vLLM's model that each tensor went to when it was loaded alone. The
-                next update of the same model needs them to load tensors together.
+            places: filled with the parameters of vLLM's model that each tensor went to when it was loaded alone, none
+                for those that it ignored. The next update of the same model needs them to load tensors together.
             readback: that of this update.
+            stage: number of the model's stage in a pipeline; None for a whole model.
         """
         self.model = model
         self.vllm_config = vllm_config
@@ -148,6 +154,7 @@ class WeightUpdate:
         self.digests: dict[str, str] = {}
         self.ignored: list[str] = []
         self._readback = readback
+        self._stage = stage
         self._tied_heads = list(tied_heads(model))
         initialize_layerwise_reload(model)
 
@@ -167,14 +174,14 @@ class WeightUpdate:
             if self._readback is not None:
                 self._readback.record(named)
             loaded = self._load_into_model(named)
-            self.ignored += [name for name, _ in named if not self.places[name] <= loaded]
+            self.ignored += [n for n, _ in named if not self.places[n] or not self.places[n] <= loaded]
         else:
             for name, tensor in named:
                 with nullcontext() if self._readback is None else self._readback.trace_loading(name, tensor):
                     loaded = self._load_into_model([(name, tensor)])
-                if loaded:
-                    self.places[name] = loaded
-                else:
+                # Nowhere: this stage of the pipeline lacks the layer, or the whole model does.
+                self.places[name] = loaded
+                if not loaded:
                     self.ignored.append(name)
         self._copy_deferred(named)
 
@@ -201,8 +208,10 @@ class WeightUpdate:
         missing = self.missing()
         self.close()
         report: Report = {"digests": self.digests, "ignored": self.ignored, "missing": missing}
-        if self._readback is not None and not (self.ignored or missing):
-            report["readback"] = self._readback.report()
+        if self._stage is not None:
+            report["stage"] = self._stage
+        if self._readback is not None and not missing and (self._stage is not None or not self.ignored):
+            report["readback"] = self._readback.report(elsewhere=self.ignored)
         return report
 
     def missing(self) -> list[str]:

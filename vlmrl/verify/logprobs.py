@@ -103,6 +103,8 @@ def noise_floor(config: RlConfig, *, on_gpu: bool) -> float:
 
 def are_alike(config: RlConfig) -> bool:
     """Whether engine and trainer are expected to compute the same."""
+    if config.vllm.quantization != "none":
+        return False
     return not (config.ds.load_in_4bit and config.vllm.qlora_base == "original")
 
 

@@ -38,6 +38,14 @@ def planned(adapter: AdapterPlan | None, ds: Ds, **vllm: Any) -> SyncPlan:
     return plan_sync(adapter, ds=ds, vllm=Vllm(**vllm), vision_trains=False)
 
 
+def test_adapters_that_are_sent_alone_are_refused_for_engines_of_stages() -> None:
+    stages = Vllm(pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"^vllm\.pipeline_parallel_size 2 is for engines without adapters"):
+        check_engine_base(adapter(), ds=Ds(lora=Lora(rank=8)), vllm=stages)
+    check_engine_base(adapter("vision"), ds=Ds(lora=Lora(rank=8)), vllm=stages)
+    check_engine_base(None, ds=Ds(), vllm=stages)
+
+
 def test_adapters_are_sent_alone_after_a_dequantized_base() -> None:
     plan = planned(adapter(), QLORA)
     # An update of the base removes the adapter, so the adapter is last.

@@ -4,6 +4,7 @@ import pytest
 
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
+from vlmrl.config.refused import REFUSED_VALUES as OTHER_VALUES
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError
 
@@ -36,6 +37,13 @@ def test_an_unsupported_value_of_openrlhf_is_refused_with_a_reason(setting: str,
     with pytest.raises(ConfigError) as caught:
         load(RlConfig, ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", f"--{setting}", value])
     assert str(caught.value) == f"--{setting} {value}: {REFUSED_VALUES[setting][value]}"
+
+
+@pytest.mark.parametrize(("setting", "value"), [(s, v) for s, values in OTHER_VALUES.items() for v in values])
+def test_other_values_that_users_may_expect_are_refused_with_a_reason(setting: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RlConfig, ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", f"--{setting}", value])
+    assert str(caught.value) == f"--{setting} {value}: {OTHER_VALUES[setting][value]}"
 
 
 def test_its_default_sync_backend_is_supported_but_not_our_default() -> None:

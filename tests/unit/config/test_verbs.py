@@ -77,6 +77,45 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"ds.attn_implementation": "sdpa"}, "sdpa does not support prompts that responses share: set train.layout"),
         ({"ds.attn_implementation": "eager", "ds.packing_samples": True}, "eager does not support prompts"),
         ({"ds.adam_offload": True, "ds.zero_stage": 0}, "set ds.zero_stage to 1, 2 or 3"),
+        ({"vllm.quantization": "fp8"}, "needs importance correction: set algo.advantage.is_correction_enable"),
+        (
+            {
+                "vllm.quantization": "fp8",
+                "algo.advantage.is_correction_enable": True,
+                "ds.param_dtype": "fp32",
+            },
+            "needs activations of half precision: set ds.param_dtype bf16",
+        ),
+        (
+            {
+                "vllm.quantization": "fp8",
+                "algo.advantage.is_correction_enable": True,
+                "ds.lora.rank": 4,
+            },
+            "adapters that are synced without the base is not built",
+        ),
+        ({"ds.offload": "cpu", "ds.adam_offload": True}, "moves shards of weights, which only ds.zero_stage 3 makes"),
+        ({"ds.offload": "cpu", "ds.zero_stage": 3}, "the optimizer 12 on it: set ds.adam_offload too"),
+        (
+            {
+                "ds.offload": "cpu",
+                "ds.zero_stage": 3,
+                "ds.adam_offload": True,
+                "algo.advantage.estimator": "gae",
+                "critic.zero_stage": 2,
+            },
+            "which only critic.zero_stage 3 makes, not 2",
+        ),
+        (
+            {
+                "ds.offload": "cpu",
+                "ds.zero_stage": 3,
+                "ds.adam_offload": True,
+                "ds.load_in_4bit": True,
+                "ds.lora.rank": 4,
+            },
+            "ds.offload cpu with ds.load_in_4bit is not built",
+        ),
         (
             {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 3},
             "ds.sequence_parallel_size 2 does not divide the 3 ranks of actor.num_nodes x actor.num_gpus_per_node: use",

@@ -27,6 +27,16 @@ def test_offload_without_a_sharded_optimizer_is_refused_in_one_line() -> None:
         engine_config(nn.Linear(2, 2), actor=Model(model_name_or_path="x"), ds=Ds(zero_stage=0, adam_offload=True))
 
 
+def test_weights_go_to_main_memory_with_the_optimizer_if_they_are_sharded() -> None:
+    module, actor = nn.Linear(2, 2), Model(model_name_or_path="x")
+    zero = engine_config(module, actor=actor, ds=Ds(zero_stage=3, adam_offload=True, offload="cpu"))
+    parts = zero["zero_optimization"]
+    assert parts["offload_param"]["device"] == parts["offload_optimizer"]["device"] == "cpu"
+    assert "offload_param" not in engine_config(module, actor=actor, ds=Ds(zero_stage=3))["zero_optimization"]
+    with pytest.raises(ConfigError, match=r"ds\.offload cpu needs .* ds\.zero_stage"):
+        engine_config(module, actor=actor, ds=Ds(zero_stage=2, adam_offload=True, offload="cpu"))
+
+
 def test_the_gradient_bucket_is_no_larger_than_the_gradients() -> None:
     module, actor = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), Model(model_name_or_path="x")
     module[0].requires_grad_(False)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3_5TextConfig, Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.engine_kernels import check_engine_kernels
+from vlmrl.models.engine_kernels import check_engine_kernels, check_quantization, check_stages
 
 
 def hybrid(folder: Path, **channels: int) -> str:
@@ -35,3 +35,20 @@ def test_fp32_is_refused_for_hybrid_models_only(tmp_path: Path, has_gpu: bool) -
         check_engine_kernels(hybrid(tmp_path / "hybrid"), "fp32", has_gpu=has_gpu)
     Qwen3Config().save_pretrained(tmp_path / "plain")
     check_engine_kernels(str(tmp_path / "plain"), "fp32", has_gpu=has_gpu)
+
+
+def test_fp8_is_refused_on_cpu_and_with_experts(tmp_path: Path) -> None:
+    Qwen3Config().save_pretrained(tmp_path / "plain")
+    Qwen3MoeConfig().save_pretrained(tmp_path / "experts")
+    check_quantization(str(tmp_path / "experts"), "none", has_gpu=False)
+    check_quantization(str(tmp_path / "plain"), "fp8", has_gpu=True)
+    with pytest.raises(ConfigError, match=r"^vllm\.quantization fp8 needs CUDA: .* leave it out$"):
+        check_quantization(str(tmp_path / "plain"), "fp8", has_gpu=False)
+    with pytest.raises(ConfigError, match="quantized experts cannot be read back"):
+        check_quantization(str(tmp_path / "experts"), "fp8", has_gpu=True)
+
+
+def test_stages_are_refused_on_cpu() -> None:
+    check_stages(1)
+    with pytest.raises(ConfigError, match=r"^vllm\.pipeline_parallel_size 2 needs CUDA: .* use vllm\.tensor_parallel"):
+        check_stages(2)

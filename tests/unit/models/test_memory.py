@@ -19,7 +19,6 @@ from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.load import skeleton
 from vlmrl.models.memory import (
-    RoleMemory,
     engine_memory,
     pinned_bytes,
     reward_model_memory,
@@ -28,6 +27,7 @@ from vlmrl.models.memory import (
     sequence_bytes,
     trainer_memory,
 )
+from vlmrl.models.memory_parts import RoleMemory
 from vlmrl.models.quantize import quantized_layers
 from vlmrl.models.sizes import Blocks, Recurrence, Sizes, model_sizes, num_adapter_parameters, with_value_head
 from vlmrl.plugins import ParameterGroup, plugin
@@ -145,6 +145,42 @@ def test_zero_shards_by_stage() -> None:
     assert parts(Ds(zero_stage=1), ranks=2)["gradients"] == 4 * 1200 + 4 * 1200
     assert parts(Ds(zero_stage=3), ranks=2)["weights"] == 2400 / 2 + 2400
     assert parts(Ds(zero_stage=3), ranks=1)["weights"] == 2400
+
+
+def test_offloaded_weights_gradients_and_optimizer_are_in_main_memory() -> None:
+    def by_place(**offload: Any) -> list[dict[str, float]]:
+        model = Model(model_name_or_path="m")
+        role = trainer_memory(
+            SIZE, model=model, ds=Ds(zero_stage=3, **offload), adapter=None, ranks=2, tokens=1, patches=0, device="cuda"
+        )
+        return [{p.name: p.num_bytes for p in role.parts if p.in_host_memory == host} for host in (False, True)]
+
+    device, host = by_place(adam_offload=True)
+    # On the GPU the bucket of gradients and the weights; in main memory 12 bytes of the optimizer, and twice the sums.
+    assert (device["weights"], device["gradients"]) == (2400 / 2 + 2400, 2 * 1200)
+    assert (host["optimizer"], host["sums of gradients"]) == (12 * 600, 2 * 4 * 600)
+    assert "update" not in device
+    device, host = by_place(adam_offload=True, offload="cpu")
+    assert (device["gathered weights"], host["weights"]) == (2400, 2400 / 2)
+    assert "weights" not in device
+
+
+def test_a_stage_of_a_pipeline_has_its_layers_the_tower_and_an_end() -> None:
+    whole = engine_memory(SIZE, vllm=Vllm(), ds=Ds(), adapter=None, device="cpu")
+    stages = Vllm(pipeline_parallel_size=2)
+    half = engine_memory(SIZE, vllm=stages, ds=Ds(), adapter=None, device="cpu")
+    embedding = SIZE.vocabulary * SIZE.text.hidden
+    language = SIZE.parameters["language"]
+    inside = language - embedding - SIZE.output
+    assert whole.parts[0].num_bytes == 2 * SIZE.total
+    assert half.parts[0].num_bytes == pytest.approx(2 * (SIZE.total - language + embedding + inside / 2))
+    one, two = (sequence_bytes(SIZE, vllm=vllm, ds=Ds(), tokens=10) for vllm in (Vllm(), stages))
+    assert one == 2 * two
+
+
+def test_an_engine_in_fp8_has_a_byte_per_parameter_of_the_language_layers() -> None:
+    role = engine_memory(SIZE, vllm=Vllm(quantization="fp8"), ds=Ds(), adapter=None, device="cuda", device_bytes=GIB)
+    assert role.parts[0].num_bytes == SIZE.quantized + 2 * (SIZE.total - SIZE.quantized)
 
 
 def test_frozen_parts_have_no_gradient_and_no_optimizer_state() -> None:

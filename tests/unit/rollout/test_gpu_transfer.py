@@ -83,7 +83,7 @@ def test_engines_get_the_handle_of_every_gpu() -> None:
 
 
 def test_over_nccl_all_workers_of_all_engines_have_different_ranks() -> None:
-    infos = init_infos("nccl", num_engines=3, tensor_parallel_size=2, address="host", port=5)
+    infos = init_infos("nccl", num_engines=3, gpus_per_engine=2, address="host", port=5)
     assert [info["rank_offset"] for info in infos] == [1, 3, 5]
     assert {info["world_size"] for info in infos} == {7}
 
@@ -92,7 +92,7 @@ def test_vllm_accepts_our_messages() -> None:
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
-    world = {"num_engines": 1, "tensor_parallel_size": 1, "address": "host", "port": 5}
+    world = {"num_engines": 1, "gpus_per_engine": 1, "address": "host", "port": 5}
     assert NCCLWeightTransferInitInfo(**init_infos("nccl", **world)[0]).packed is False
     assert IPCWeightTransferInitInfo(**init_infos("ipc", **world)[0]).packed is True
     NCCLWeightTransferUpdateInfo(**update_info(describe_tensors(TENSORS)))

@@ -19,7 +19,8 @@ from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.rollout import launch
 from vlmrl.rollout.capacity import Demand
-from vlmrl.rollout.launch import Console, check_base, engine_arguments, find_cause
+from vlmrl.rollout.engine_checks import check_base
+from vlmrl.rollout.launch import Console, engine_arguments, find_cause
 
 
 class TextProcessor:
@@ -66,6 +67,32 @@ def test_vllm_makes_room_for_one_adapter_in_the_adapted_layers_alone(rank: int, 
 
 def test_without_an_adapter_no_argument_mentions_lora() -> None:
     assert not {name for name in arguments_with(None) if "lora" in name}
+
+
+def test_vllm_quantizes_the_layers_of_the_language_model_to_fp8_by_row() -> None:
+    from vllm.config.quantization import QUANT_KEY_NAMES, resolve_quantization_config
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+    arguments = arguments_with(None, quantization="fp8")
+    config = resolve_quantization_config(arguments["quantization"], arguments["quantization_config"])
+    assert config is not None
+    assert config.linear is not None
+    assert config.linear.weight == QUANT_KEY_NAMES["fp8_per_channel_static"]
+    ignored = {
+        name: should_ignore_layer(name, config.ignore, use_fnmatch=True)
+        for name in (
+            "visual.blocks.0.mlp.down_proj",
+            "visual.merger.mlp.0",
+            "language_model.model.layers.0.mlp.down_proj",
+        )
+    }
+    assert list(ignored.values()) == [True, True, False]
+
+
+def test_an_engine_has_as_many_workers_as_stages_and_shards() -> None:
+    arguments = arguments_with(None, tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert (arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]) == (2, 3)
+    assert Vllm(tensor_parallel_size=2, pipeline_parallel_size=3).gpus_per_engine == 6
 
 
 def test_vllm_quantizes_to_4_bits_only_with_bitsandbytes() -> None:

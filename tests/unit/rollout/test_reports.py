@@ -14,6 +14,10 @@ def report(*, digests: Any = (), ignored: Any = (), missing: Any = ()) -> Any:
     return {"digests": dict(digests), "ignored": list(ignored), "missing": list(missing)}
 
 
+def staged(stage: int, *, ignored: Any = ()) -> Any:
+    return report(ignored=ignored) | {"stage": stage}
+
+
 def adapter_report(**changes: Any) -> Any:
     good = {"unknown": [], "is_active": True, "factor": 1.0, "empty": [], "older": [], "other": []}
     return report() | good | changes
@@ -24,6 +28,9 @@ def adapter_report(**changes: Any) -> Any:
     [
         ([report(), report()], None),
         ([report(), report(ignored=["b", "a"])], "vLLM's model has no place for a, b"),
+        ([staged(0, ignored=["c"]), staged(1, ignored=["a", "b"])], None),
+        ([staged(0, ignored=["c", "a"]), staged(1, ignored=["a", "b"])], "vLLM's model has no place for a"),
+        ([staged(0, ignored=["b"]), staged(0), staged(1, ignored=["b"])], "vLLM's model has no place for b"),
         ([report(missing=["e", "d", "c", "b", "a"])], "no weights arrived for a, b, c and 2 more"),
         ([report(digests={"a": "1"}), report(digests={"a": "2"})], "its workers received different weights"),
     ],

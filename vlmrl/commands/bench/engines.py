@@ -50,7 +50,7 @@ def sync(config: SyncBench) -> None:
     """
     roles = [
         Role("actor", config.actor.num_nodes * config.actor.num_gpus_per_node, 1, flag="--actor.num_gpus_per_node"),
-        Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"),
+        Role("vllm", config.vllm.num_engines, config.vllm.gpus_per_engine, flag="--vllm.num_engines"),
     ]
     with _session(roles, shares=config.vllm.sync_backend != "nccl") as (builder, machines):
         check_devices(config.vllm, machines, builder.places)
@@ -105,7 +105,7 @@ def sync(config: SyncBench) -> None:
 
 def rollout(config: RolloutBench) -> None:
     """Measure tokens per second, and bytes put into the object store, for several numbers of responses per prompt."""
-    roles = [Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines")]
+    roles = [Role("vllm", config.vllm.num_engines, config.vllm.gpus_per_engine, flag="--vllm.num_engines")]
     with _session(roles) as (builder, machines):
         prompts = builder.prompts(config)
         max_model_len = config.data.max_len + config.rollout.max_new_tokens
@@ -146,7 +146,7 @@ def rollout(config: RolloutBench) -> None:
 def agents(config: AgentsBench) -> None:
     """Measure tokens per second of conversations with environments, and of the same requests without environments."""
     bench = config.bench
-    roles = [Role("vllm", 1, config.vllm.tensor_parallel_size, flag="--vllm.tensor_parallel_size")]
+    roles = [Role("vllm", 1, config.vllm.gpus_per_engine, flag="--vllm.tensor_parallel_size")]
     with _session(roles) as (builder, machines):
         build = partial(_build_engine, _agent_settings(config))
         timeout_s = max(config.vllm.start_timeout_s, config.vllm.generate_timeout_s)

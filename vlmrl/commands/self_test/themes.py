@@ -54,4 +54,17 @@ APART = Theme(
     limit_s=300,
     avoid="--vllm.sync_backend shm",
 )
-THEMES = (KERNELS, SERVING, TRAINING, APART)
+ENGINES = Theme(
+    "engines",
+    (
+        Check("engine in FP8", f"{_HERE}.engines:fp8", "--vllm.quantization none", needs_gpu=True, limit_s=180),
+        Check(
+            "engine in two stages",
+            f"{_HERE}.engines:pipeline",
+            "--vllm.pipeline_parallel_size 1",
+            needs_gpu=True,
+            limit_s=180,
+        ),
+    ),
+)
+THEMES = (KERNELS, SERVING, TRAINING, APART, ENGINES)
