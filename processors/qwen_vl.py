@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlmrl.data.chat_template import Message
-from vlmrl.data.media import Blank
 from vlmrl.errors import ConfigError, DataError
-from vlmrl.processors.text import TextProcessor, any_of, end_tokens, refuse_image_parts
-from vlmrl.types import Ints, Media, Sample
-from vlmrl.video_size import IMAGE as PLACEHOLDER
+from vlmrl.processors.text import any_of, end_tokens
+from vlmrl.processors.vision import VisionProcessor, check_bounds
+from vlmrl.types import Ints, Media
 from vlmrl.video_size import Size, VideoSize
 
 if TYPE_CHECKING:
@@ -33,7 +30,7 @@ _START, _IMAGE, _VIDEO, _END = "<|vision_start|>", "<|image_pad|>", "<|video_pad
 _VISION_TOKENS = (_START, _END, "<|vision_pad|>", _IMAGE, _VIDEO)
 
 
-class QwenVlProcessor(TextProcessor):
+class QwenVlProcessor(VisionProcessor):
     """See `vlmrl.plugins.Processor`."""
 
     def __init__(
@@ -67,7 +64,7 @@ class QwenVlProcessor(TextProcessor):
         self.patch_size = int(images.patch_size)
         self.resize_factor: int = self.patch_size * int(images.merge_size)
         self.resize_settings = f"bicubic:{self.resize_factor}:{min_pixels}:{max_pixels}"
-        self._check_bounds()
+        check_bounds(self.resize_factor, min_pixels, max_pixels)
 
         vocabulary = self.tokenizer.get_vocab()
         missing = [token for token in (_START, _IMAGE, _END) if token not in vocabulary]
@@ -211,49 +208,13 @@ class QwenVlProcessor(TextProcessor):
                 grid[0] = (grid[0] * (seconds * self._steps_per_s)).astype(np.int64)
             yield from [grid] * (frames // steps)
 
-    def dummy_sample(self) -> Sample | None:
-        side = self.resize_factor
-        media = Blank(f"blank:{side}x{side}", (side, side))
-        tokens, _ = self.encode(self.image_text(), [media.size])
-        return Sample(tokens=tokens, sampled=np.zeros(len(tokens), dtype=np.bool_), media=(media,))
-
     def parameter_group(self, name: str) -> ParameterGroup:
         if "visual." not in name:
             return "language"
         return "projector" if "merger" in name.partition("visual.")[2] else "vision"
 
-    def save(self, folder: Path) -> None:
-        self._processor.save_pretrained(folder)
-
-    def place_images(self, messages: list[Message], num_images: int, *, reads_images: bool) -> list[Message]:
-        if not num_images:
-            refuse_image_parts(messages)
-            if reads_images and any(PLACEHOLDER in part["text"] for m in messages for part in m["content"]):
-                # The model would be trained to respond without seeing the image.
-                raise DataError(
-                    f"the question has the placeholder {PLACEHOLDER}, but the row has no image: set data.image_key to "
-                    "the column that holds the images, or to none if this is plain text"
-                )
-            return messages
-        split = [message | {"content": _split(message["content"])} for message in messages]
-        num_placeholders = sum(part["type"] != "text" for message in split for part in message["content"])
-        if num_placeholders not in (0, num_images):
-            raise DataError(f"the row has {num_images} images, but its question has {num_placeholders} placeholders")
-        if num_placeholders == 0:
-            first = next((m for m in split if m["role"] == "user"), split[0])
-            first["content"] = [{"type": "image"}] * num_images + first["content"]
-        return split
-
     def image_text(self, kind: str = "image") -> str:
         return f"{_START}{_VIDEO if kind == 'video' else _IMAGE}{_END}"
-
-    def _check_bounds(self) -> None:
-        area = self.resize_factor**2
-        if -(-self.min_pixels // area) > self.max_pixels // area:
-            raise ConfigError(
-                f"data.min_pixels {self.min_pixels} and data.max_pixels {self.max_pixels}: no image of whole "
-                f"{self.resize_factor}x{self.resize_factor} patches ({area} pixels) lies between them"
-            )
 
 
 def load(
@@ -268,15 +229,3 @@ def load(
     return QwenVlProcessor(
         processor, eos_token_ids=ends, min_pixels=min_pixels, max_pixels=max_pixels, steps_per_s=float(steps or 0.0)
     )
-
-
-def _split(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split `<image>` in text parts into separate image parts."""
-    split: list[dict[str, Any]] = []
-    for part in parts:
-        if part["type"] != "text":
-            split.append(part)
-            continue
-        for i, text in enumerate(part["text"].split(PLACEHOLDER)):
-            split += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": text}] * bool(text)
-    return split

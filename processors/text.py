@@ -13,15 +13,15 @@ import numpy as np
 from vlmrl.config.data import Columns
 from vlmrl.data.chat_template import ChatTemplate, Message, Tool
 from vlmrl.data.deadline import OverdueError, call_within
+from vlmrl.data.no_images import NoImages
 from vlmrl.data.question import PlacedText
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import History
 from vlmrl.system.plain_text import one_line
-from vlmrl.types import Ints, Media, Sample
+from vlmrl.types import Ints
 from vlmrl.video_size import Size
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from vlmrl.plugins import BridgeReport, ParameterGroup
@@ -43,15 +43,9 @@ _MAX_OVERDUE = 3
 """Rows on which the chat template may exceed its time limit before the run ends."""
 
 
-class TextProcessor:
+class TextProcessor(NoImages):
     """See `vlmrl.plugins.Processor`."""
 
-    banned_tokens: tuple[int, ...] = ()
-    resize_factor: int | None = None
-    frame_factor: int | None = None
-    min_pixels: int = 0
-    max_pixels: int = 0
-    resize_settings: str = ""
     template_limit_s: float = 10.0
     """Seconds of CPU time to apply the chat template to one row; the template is code that comes with the model."""
 
@@ -139,28 +133,6 @@ class TextProcessor:
         text = self.template.history(texts, messages)
         return History(text, beginning, is_rewritten=text != stands)
 
-    def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
-        assert not media, "a text model was handed images"
-        return {}
-
-    def token_types(self, tokens: Ints) -> Ints:
-        return np.zeros_like(tokens)
-
-    def grid(self, size: Size) -> tuple[int, int, int]:
-        raise AssertionError(f"a text model was asked for the patches of an image of size {size}")
-
-    def num_tokens(self, size: Size) -> int:
-        raise AssertionError(f"a text model was asked for the tokens of an image of size {size}")
-
-    def expansion(self, size: Size) -> Ints:
-        raise AssertionError(f"a text model was asked for the tokens of an image of size {size}")
-
-    def video_positions(self, tokens: Ints, sizes: Sequence[Size]) -> Ints:
-        raise AssertionError("a text model was asked for positions of a video")
-
-    def dummy_sample(self) -> Sample | None:
-        return None
-
     def parameter_group(self, name: str) -> ParameterGroup:
         return "language"
 
@@ -180,10 +152,6 @@ class TextProcessor:
             raise DataError(f"the row has {num_images} images, but the model takes text only")
         refuse_image_parts(messages)
         return messages
-
-    def image_text(self, kind: str = "image") -> str:
-        """Return the placeholder of an image (or a `video`) when no chat template is applied."""
-        raise AssertionError("a text model has no placeholder for images")
 
     def token_ids(self, text: str) -> Ints:
         """Encode a rendered text to token ids [T]. Marked text is encoded as plain text."""

@@ -16,6 +16,7 @@ from vlmrl.types import Ints, Media, Sample
 from vlmrl.video_size import Size
 
 if TYPE_CHECKING:
+    from PIL.Image import Resampling
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -99,8 +100,12 @@ class Processor(Protocol):
     """Tokens that must never be sampled, because the model expects an image for each."""
     resize_factor: int | None
     """Images are resized to multiples of this many pixels. None: the model takes no images."""
+    resample: Resampling
+    """Filter that resizes images, the family's own."""
     frame_factor: int | None
     """Videos have a multiple of this many frames. None: the model takes no videos."""
+    attends_both_ways: bool
+    """Tokens of an image attend to each other in both directions, in the language model."""
     min_pixels: int
     max_pixels: int
     resize_settings: str
@@ -187,11 +192,18 @@ class Processor(Protocol):
         Raises DataError when the template rejects the conversation.
         """
 
-    def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
-        """Return the inputs of the vision tower for these images and videos, in order: `pixel_values` [P, C],
-        `image_grid_thw` [n, 3].
+    def target_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the (width, height) that an image is resized to. The family's own resizing changes it no further.
 
-        Empty without images.
+        Raises DataError when no size fits.
+        """
+
+    def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for these images and videos, in order: `pixel_values` [P, C] and
+        `image_grid_thw` [n, 3], or, if a tower takes tiles, `pixel_values` [tiles, 3, height, width] and
+        `image_tiles` [n], the tiles of each image.
+
+        Without images there are no `pixel_values`.
         """
 
     def token_types(self, tokens: Ints) -> Ints:
@@ -207,8 +219,17 @@ class Processor(Protocol):
         """Return the tokens that the model reads in place of one placeholder: image tokens, or those of a video and the
         text between them."""
 
+    def collapsed(self, tokens: Ints, last: Ints, sizes: Sequence[Size]) -> Ints:
+        """Return the tokens with one placeholder per image or video: the second form of `encode`.
+
+        `last` are the positions of the last token of each, `sizes` their sizes.
+        """
+
     def video_positions(self, tokens: Ints, sizes: Sequence[Size]) -> Ints:
         """Return the M-RoPE positions, [3, T], of tokens with these images and videos, at least one of them a video."""
+
+    def image_text(self, kind: str = "image") -> str:
+        """Return the text that stands for an image (or a `video`) in a prompt."""
 
     def dummy_sample(self) -> Sample | None:
         """Return the smallest sample with an image, without sampled tokens; None when the model takes no images."""

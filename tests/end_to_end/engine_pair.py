@@ -79,7 +79,7 @@ class Trainer:
         tools = tools or self.tools
         rng = np.random.default_rng(index)
         side = tools.resize_factor or 0
-        sizes = [(side * (4 + i), side * 4) for i in range(images)] if side else []
+        sizes = [tools.target_size((side * (4 + i), side * 4)) for i in range(images)] if side else []
         media = tuple(
             InlineMedia(f"{index}.{i}", (w, h), rng.integers(0, 255, (h, w, 3), dtype=np.uint8))
             for i, (w, h) in enumerate(sizes)

@@ -70,7 +70,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., st
             rows = [{"input": f"{n} + 1?", "answer": str(n + 1)} for n in range(8)]
             (folder / "generated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             return str(folder / "generated.jsonl")
-        families = ("qwen3_vl_moe", "qwen3_vl", "qwen3_5", "qwen3")
+        families = ("qwen3_vl_moe", "qwen3_vl", "qwen3_5", "qwen3", "internvl")
         family = next((family for family in families if f"/{family}" in path), "qwen2_5_vl")
         if setting.startswith("reward."):
             if not reward_model.exists():

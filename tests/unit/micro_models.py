@@ -89,11 +89,12 @@ def group(reader: Callable[..., Processor]) -> Callable[..., list[Sample]]:
         read = reader(family)
         rng = np.random.default_rng(seed)
         side = read.resize_factor or 1
-        sizes: list[Size] = [(side * int(rng.integers(2, 5)), side * int(rng.integers(2, 5))) for _ in range(images)]
+        drawn = [(side * int(rng.integers(2, 5)), side * int(rng.integers(2, 5))) for _ in range(images)]
+        sizes: list[Size] = [read.target_size(size) for size in drawn]
         sizes += [VideoSize(side * 3, side * (2 + i), tuple(range(8)), 4.0, 8) for i in range(videos)]
         media = tuple(Picture(seed * 10 + i, size) for i, size in enumerate(sizes))
-        shown = "<|vision_start|><|image_pad|><|vision_end|> and " * images
-        shown += "<|vision_start|><|video_pad|><|vision_end|> and " * videos
+        shown = f"{read.image_text()} and " * images if images else ""
+        shown += f"{read.image_text('video')} and " * videos if videos else ""
         prompt, _ = read.encode(
             f"<|im_start|>user\n{seed}: {shown}how many?<|im_end|>\n", [item.size for item in media]
         )

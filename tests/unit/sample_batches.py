@@ -16,13 +16,16 @@ def batch(read: Processor, seed: int = 0) -> list[Sample]:
     """Two responses each to prompts with one image, no image, two images, and the first image again."""
     rng = np.random.default_rng(seed)
     side = read.resize_factor or 1
+    sizes = [(w * side, h * side) for w, h in [(2, 2), (3, 2), (1, 2)]]
+    if read.resize_factor is not None:
+        sizes = [read.target_size(size) for size in sizes]
     media = [
-        InlineMedia(f"{seed}.{i}", (w * side, h * side), rng.integers(0, 256, (h * side, w * side, 3), dtype=np.uint8))
-        for i, (w, h) in enumerate([(2, 2), (3, 2), (1, 2)])
+        InlineMedia(f"{seed}.{i}", (w, h), rng.integers(0, 256, (h, w, 3), dtype=np.uint8))
+        for i, (w, h) in enumerate(sizes)
     ]
     samples = []
     for group, shown in enumerate([media[:1], [], media[1:], media[:1]]):
-        text = f"{group}: {'<|vision_start|><|image_pad|><|vision_end|>' * len(shown)}?"
+        text = f"{group}: {read.image_text() * len(shown) if shown else ''}?"
         prompt, _ = read.encode(text, [item.size for item in shown])
         for length in (2 + group, 5):
             tokens = np.concatenate([prompt, rng.integers(97, 122, length)])

@@ -9,11 +9,14 @@ from vlmrl.plugins import located, plugin, plugin_names, processor
 
 def test_a_name_finds_its_file() -> None:
     assert plugin("datasets", "arithmetic").__name__ == "vlmrl.datasets.arithmetic"
-    assert plugin_names("processors") == ["qwen_vl", "text"]
+    assert plugin_names("processors") == ["gemma3", "glm4v", "internvl", "qwen_vl", "smolvlm", "text", "vision"]
 
 
 def test_an_unknown_name_lists_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match=r"no file processors/gpt.py; there are: qwen_vl, text"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no file processors/gpt.py; there are: gemma3, glm4v, internvl, qwen_vl, smolvlm, text, vision",
+    ):
         plugin("processors", "gpt")
 
 

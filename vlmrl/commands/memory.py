@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -275,13 +276,13 @@ def largest_pack(
         return tokens, 0
     # Every rank encodes all images of a pack, so they count for each (`cluster.learners.packing_plan`).
     with_images = max(tokens // sequence_size, at_least * longest)
-    (width, height, *_), (_, rows, columns) = dummy.media[0].size, processor.grid(dummy.media[0].size)
+    (width, height, *_), patches = dummy.media[0].size, math.prod(processor.grid(dummy.media[0].size))
     if isinstance(config, RlConfig) and config.has_agent:  # images may come in any turn
-        most = config.agent.max_images * config.data.max_pixels * rows * columns / (width * height)
-        per_sequence = min(most, longest * rows * columns / processor.num_tokens((width, height)))
+        most = config.agent.max_images * config.data.max_pixels * patches / (width * height)
+        per_sequence = min(most, longest * patches / processor.num_tokens((width, height)))
         return tokens, int(with_images * per_sequence / longest)
-    most = _most_pixels(config.data) * rows * columns / (width * height)
-    per_prompt = min(most, config.data.max_len * rows * columns / processor.num_tokens((width, height)))
+    most = _most_pixels(config.data) * patches / (width * height)
+    per_prompt = min(most, config.data.max_len * patches / processor.num_tokens((width, height)))
     num_responses = config.rollout.n_samples_per_prompt if isinstance(config, RlConfig) else 1
     if config.train.layout != "shared":
         num_responses = 1

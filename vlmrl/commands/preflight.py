@@ -20,6 +20,7 @@ from vlmrl.cluster.roles import num_nodes_required, placement_table, plan_argume
 from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.cluster.sync_plan import check_devices, check_engine_base
 from vlmrl.commands import forecast
+from vlmrl.commands.hardware import check_hardware
 from vlmrl.commands.questions import questions_of
 from vlmrl.config.data import Data
 from vlmrl.config.stages import DpoConfig, SamplingConfig, SftConfig, SupervisedConfig
@@ -29,9 +30,8 @@ from vlmrl.data.columns import find_columns
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
-from vlmrl.errors import ClusterError, ConfigError
-from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
-from vlmrl.models.engine_kernels import check_engine_kernels, check_quantization, check_stages
+from vlmrl.errors import ClusterError
+from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
 from vlmrl.models.expert_settings import check_experts
 from vlmrl.models.kind import check_generates
 from vlmrl.models.max_length import check_length, max_positions
@@ -248,44 +248,6 @@ def format_checkpoint_plan(config: TrainingConfig | EvalConfig) -> list[str]:
     if interval <= 0:
         return ["checkpoints: none, so a stopped run starts again at step 1; --ckpt.save_steps N writes them"]
     return [f"checkpoints: every {interval} steps to {folder}, the newest {config.ckpt.max_num} are kept"]
-
-
-def check_hardware(config: TrainingConfig | EvalConfig, machines: Session, adapter: AdapterPlan | None = None) -> None:
-    """Raise ConfigError for settings that need a GPU where there is none, or that vLLM does not support there."""
-    has_gpus = machines.has_gpus
-    if not has_gpus:
-        _check_no_gpu(config)
-    generates = isinstance(config, RlConfig | EvalConfig)
-    if isinstance(config, RlConfig):
-        model = config.actor
-        check_quantization(
-            model.model_name_or_path,
-            config.vllm.quantization,
-            has_gpu=has_gpus,
-            trust_remote_code=model.trust_remote_code,
-        )
-    if generates or (isinstance(config, SamplingConfig) and config.generation is not None):
-        check_engine_dtype(adapter, config.ds.param_dtype, has_gpu=has_gpus)
-        actor = config.actor
-        check_engine_kernels(
-            actor.model_name_or_path, config.ds.param_dtype, has_gpu=has_gpus, trust_remote_code=actor.trust_remote_code
-        )
-
-
-def _check_no_gpu(config: TrainingConfig | EvalConfig) -> None:
-    """Raise ConfigError for settings that need a GPU."""
-    if isinstance(config, RlConfig | EvalConfig | SamplingConfig) and config.vllm.enable_sleep:
-        raise ConfigError("vllm.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
-    if isinstance(config, RlConfig | EvalConfig | SamplingConfig):
-        check_stages(config.vllm.pipeline_parallel_size)
-    if isinstance(config, RlConfig) and config.ds.enable_sleep:
-        raise ConfigError("ds.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
-    optimizers = {} if isinstance(config, EvalConfig) else {"actor": config.actor.optim}
-    if isinstance(config, RlConfig) and config.has_critic:
-        optimizers["critic"] = config.critic.optim
-    for role, optim in optimizers.items():
-        if optim not in ("adam", "muon"):
-            raise ConfigError(f"{role}.optim {optim} is from bitsandbytes and needs CUDA: use adam")
 
 
 def check_data(

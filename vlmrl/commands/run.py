@@ -17,11 +17,11 @@ from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import check_devices
 from vlmrl.cluster.worker_deaths import report_deaths
 from vlmrl.commands.forecast import format_groups
+from vlmrl.commands.hardware import check_hardware
 from vlmrl.commands.merged_actor import check_adapter
 from vlmrl.commands.preflight import (
     check_algorithm,
     check_columns,
-    check_hardware,
     check_lengths,
     check_machine,
     check_models,

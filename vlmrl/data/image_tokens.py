@@ -56,7 +56,4 @@ def collapse(tokens: Ints, media: Sequence[Media], processor: Processor, *, sour
     Raises DataError as `last_image_tokens` does.
     """
     last = last_image_tokens(tokens, media, processor, source=source)
-    kept = ~tokens_of_media(tokens, media, processor, source=source)
-    kept[last] = True
-    collapsed: Ints = tokens[kept]
-    return collapsed
+    return processor.collapsed(tokens, last, [item.size for item in media])

@@ -191,20 +191,17 @@ def _make_media(opened: _Opened, processor: Processor, max_pixels: int) -> Inlin
     assert processor.resize_factor is not None, "the model takes no images"
     with PIXEL_BUDGET.reserve(opened.image, max_pixels):
         image = upright_rgb(opened.image, opened.name, keep_open=opened.keep_open)
-        pixels = resize(
-            image, factor=processor.resize_factor, min_pixels=processor.min_pixels, max_pixels=processor.max_pixels
-        )
+        pixels = resize(image, processor.target_size(image.size), processor.resample)
     height, width, _ = pixels.shape
     digest = hashlib.blake2b(f"{processor.resize_settings}|{width}x{height}|".encode(), digest_size=16)
     digest.update(pixels.data)
     return InlineMedia(hash=digest.hexdigest(), size=(width, height), pixels=pixels)
 
 
-def resize(image: Image.Image, *, factor: int, min_pixels: int, max_pixels: int) -> Pixels:
-    """Resize to `target_size`, bicubic: [height, width, 3]."""
-    size = target_size(image.size, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
+def resize(image: Image.Image, size: tuple[int, int], resample: Image.Resampling) -> Pixels:
+    """Resize to (width, height): [height, width, 3]."""
     if size != image.size:
-        image = image.resize(size, Image.Resampling.BICUBIC)
+        image = image.resize(size, resample)
     return np.ascontiguousarray(np.asarray(image, dtype=np.uint8))
 
 

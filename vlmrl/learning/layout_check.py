@@ -146,7 +146,8 @@ def copy_first_layers(
                 if not _is_first_rank():
                     continue
                 whole = dequantized(source).detach()
-                value = whole[torch.from_numpy(used).to(whole.device)] if module is embedding else whole
+                has_rows = module is embedding and name == "weight"  # Gemma's has a scale too
+                value = whole[torch.from_numpy(used).to(whole.device)] if has_rows else whole
                 value = value.to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
             if name in module._buffers:
                 module._buffers[name] = value
@@ -161,10 +162,10 @@ def copy_first_layers(
 
 
 def _num_layers(text: PretrainedConfig) -> int:
-    """Return how many layers to compare: two, or as many as have both linear attention and attention."""
-    kinds = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ()]
-    until_both = 1 + max((kinds.index(kind) for kind in set(kinds)), default=0)
-    return min(max(_NUM_LAYERS, until_both), text.num_hidden_layers)
+    """Return how many layers to compare: two, or as many as have every kind of layer."""
+    kinds = list(getattr(text, "layer_types", None) or ())
+    until_all = 1 + max((kinds.index(kind) for kind in set(kinds)), default=0)
+    return min(max(_NUM_LAYERS, until_all), text.num_hidden_layers)
 
 
 class _UsedTokens(nn.Module):

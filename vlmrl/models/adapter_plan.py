@@ -61,13 +61,15 @@ class AdapterPlan:
         are.
 
         vLLM fuses the input projections of linear attention, and takes an adapter of the gates `in_proj_z` only with
-        one of `in_proj_qkv`. It has no CPU kernel for experts with an adapter.
+        one of `in_proj_qkv`. It has no CPU kernel for experts with an adapter. A matrix that is gate and up projection
+        (GLM-4.1V) is two to vLLM.
         """
         targets = set(self.targets)
         has_lone_gates = any(
             name.endswith(".in_proj_z") and f"{name.removesuffix('z')}qkv" not in targets for name in targets
         )
-        is_whole = not (self.has_magnitude or self.has_experts or has_lone_gates)
+        is_fused = any(name.endswith(".gate_up_proj") for name in targets)
+        is_whole = not (self.has_magnitude or self.has_experts or has_lone_gates or is_fused)
         return self.groups == {"language"} and is_whole
 
     @property

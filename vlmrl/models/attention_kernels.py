@@ -26,7 +26,7 @@ class AttentionOptions(NamedTuple):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, options: AttentionOptions) -> Tensor:
     """Compute attention with the kernel for this device and dtype."""
-    if takes_varlen(q, options):
+    if takes_varlen(q, options) and not plan.has_blocks:
         return by_varlen(q, k, v, plan, options)
     if q.is_cuda or options.dropout or options.window is not None:
         return by_mask(q, k, v, plan, options)
@@ -87,18 +87,18 @@ def by_mask(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, options: Atten
     """Call SDPA with a mask for every pair of lengths: slow, but it runs anywhere; the baseline of the tests."""
     rows, num_keys = key_rows(plan.spans)
     starts = np.cumsum([0, *num_keys])
-    by_shape: dict[tuple[int, int], list[int]] = {}
+    by_shape: dict[tuple[int, int, tuple[tuple[int, int], ...]], list[int]] = {}
     for i, span in enumerate(plan.spans):
-        by_shape.setdefault((span.length, num_keys[i]), []).append(i)
+        by_shape.setdefault((span.length, num_keys[i], span.blocks), []).append(i)
     outputs, output_rows = [], []
-    for (length, width), members in by_shape.items():
+    for (length, width, blocks), members in by_shape.items():
         query_index = np.stack([np.arange(plan.spans[i].start, plan.spans[i].start + length) for i in members])
         key_index = np.stack([rows[starts[i] : starts[i] + width] for i in members])
         output = nn.functional.scaled_dot_product_attention(
             _gather(q, query_index),
             _gather(k, key_index),
             _gather(v, key_index),
-            attn_mask=visible(length, width, causal=plan.causal, window=options.window, device=q.device),
+            attn_mask=visible(length, width, causal=plan.causal, window=options.window, device=q.device, blocks=blocks),
             dropout_p=options.dropout,
             scale=options.scaling,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -109,12 +109,26 @@ def by_mask(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, options: Atten
     return torch.cat(outputs).index_select(0, order)
 
 
-def visible(length: int, width: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, width] mask, True where a query attends; the queries are at the end of the keys. None: no mask."""
+def visible(
+    length: int,
+    width: int,
+    *,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
+    blocks: tuple[tuple[int, int], ...] = (),
+) -> Tensor | None:
+    """[length, width] mask, True where a query attends; the queries are at the end of the keys. None: no mask.
+
+    A window holds for `blocks` too (`Span.blocks`), of which it hides the first tokens from the last ones.
+    """
     if not causal:
         return None
     offset = torch.arange(width - length, width, device=device)[:, None] - torch.arange(width, device=device)
-    return (offset >= 0) if window is None else (offset >= 0) & (offset < window)
+    mask = offset >= 0
+    for first, size in blocks:
+        mask[first : first + size, width - length + first : width - length + first + size] = True
+    return mask if window is None else mask & (offset < window)
 
 
 def _gather(flat: Tensor, rows: Any) -> Tensor:
@@ -145,7 +159,7 @@ class _Flash(torch.autograd.Function):
             call_out, call_lse = _kernel(call, q, k, v, scale)
             call.outputs.put(out, call_out)
             call.outputs.put(lse, call_lse)
-        for call in plan.to_parents:
+        for call in (*plan.to_earlier, *plan.to_parents):
             call_out, call_lse = _kernel(call, q, k, v, scale)
             span_out, span_lse = call.outputs.take(out)[0], call.outputs.take(lse)[0]
             both = torch.logaddexp(span_lse, call_lse)
@@ -161,7 +175,7 @@ class _Flash(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         d_out = gradients[0].contiguous()
         d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for call in (*ctx.plan.within_spans, *ctx.plan.to_parents):
+        for call in (*ctx.plan.within_spans, *ctx.plan.to_earlier, *ctx.plan.to_parents):
             call_d_out = call.queries.take(d_out)
             if call.is_real is not None:
                 # Padding must not add to the gradients of the keys.

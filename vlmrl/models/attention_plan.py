@@ -2,7 +2,7 @@
 
 A span is a run of tokens that attend to each other. The span of a response has its prompt's span as its parent, and
 attends to all of it. So each token's attention has two parts: its own span up to the token, and the whole parent.
-Neither needs a mask.
+Neither needs a mask. A span with blocks is cut at them, and its cuts attend to what is before them in a third part.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Span(NamedTuple):
     length: int
     parent: int | None = None
     """Index of the span that precedes this one; a parent has no parent itself."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """(first token in the span, length) of runs whose tokens attend to each other in both directions, and to what is
+    before them: images of Gemma 3."""
 
 
 class Rows:
@@ -92,6 +95,12 @@ class AttentionPlan:
     to_parents: tuple[AttentionCall, ...]
     """Tokens of spans with a parent attend to the parent."""
     causal: bool
+    to_earlier: tuple[AttentionCall, ...] = ()
+    """Of spans with blocks, which are cut at them: tokens of a cut attend to the span before the cut."""
+
+    @property
+    def has_blocks(self) -> bool:
+        return any(span.blocks for span in self.spans)
 
     @property
     def length(self) -> int:
@@ -103,7 +112,10 @@ class AttentionPlan:
 def plan_attention(spans: tuple[Span, ...], *, causal: bool) -> AttentionPlan:
     """Plan the calls for these spans. Cached: plans repeat in every layer, and for images of the same sizes in every
     step."""
-    return AttentionPlan(spans, tuple(_calls_within_spans(spans, causal)), tuple(_calls_to_parents(spans)), causal)
+    cuts = [cut for span in spans for cut in _cuts(span, causal)]
+    return AttentionPlan(
+        spans, tuple(_calls_within(cuts)), tuple(_calls_to_parents(spans)), causal, tuple(_calls_to_earlier(cuts))
+    )
 
 
 def spans_of(lengths: Sequence[int]) -> tuple[Span, ...]:
@@ -129,17 +141,48 @@ def _range(span: Span) -> Ints:
     return np.arange(span.start, span.start + span.length)
 
 
-def _calls_within_spans(spans: Sequence[Span], causal: bool) -> list[AttentionCall]:
-    """Batch spans of similar length. Causal tokens never attend to the padding behind a short span; without a causal
-    mask, only spans of equal length share a batch.
+class _Cut(NamedTuple):
+    """A part of a span, whose tokens attend to it and to all of the span before it."""
+
+    start: int
+    length: int
+    causal: bool
+    before: int
+    """Tokens of the span before it."""
+
+
+def _cuts(span: Span, causal: bool) -> list[_Cut]:
+    """Cut a span into its blocks and the causal tokens around them."""
+    cuts, done = [], 0
+    for first, length in (*span.blocks, (span.length, 0)):
+        cuts += [(done, first - done, causal), (first, length, False)]
+        done = first + length
+    return [_Cut(span.start + first, length, is_causal, first) for first, length, is_causal in cuts if length]
+
+
+def _calls_within(cuts: Sequence[_Cut]) -> list[AttentionCall]:
+    """Batch cuts of similar length. Causal tokens never attend to the padding behind a short one; without a causal
+    mask, only cuts of equal length share a batch.
     """
-    buckets: dict[int, list[Span]] = {}
-    for span in spans:
-        buckets.setdefault((span.length - 1).bit_length() if causal else span.length, []).append(span)
+    buckets: dict[tuple[bool, int], list[_Cut]] = {}
+    for cut in cuts:
+        key = (cut.length - 1).bit_length() if cut.causal else cut.length
+        buckets.setdefault((cut.causal, key), []).append(cut)
     calls = []
-    for bucket in buckets.values():
-        queries, is_real = _batch([_range(span) for span in bucket])
+    for (causal, _), bucket in buckets.items():
+        queries, is_real = _batch([np.arange(cut.start, cut.start + cut.length) for cut in bucket])
         calls.append(_call(queries, queries, is_real, causal=causal))
+    return calls
+
+
+def _calls_to_earlier(cuts: Sequence[_Cut]) -> list[AttentionCall]:
+    """Make a call of each cut that is not the first of its span."""
+    calls = []
+    for cut in cuts:
+        if cut.before:
+            queries, is_real = _batch([np.arange(cut.start, cut.start + cut.length)])
+            keys = np.arange(cut.start - cut.before, cut.start)[None]
+            calls.append(_call(queries, keys, is_real, causal=False))
     return calls
 
 

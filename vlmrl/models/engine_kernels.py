@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vlmrl.errors import ConfigError
 from vlmrl.models.kind import read_config
-from vlmrl.plugins import MODEL_FLAG
+from vlmrl.plugins import MODEL_FLAG, Processor
 
 _LINEAR_ATTENTION = "linear_attention"
 """Layer type of the gated delta rule, in Transformers' configurations."""
@@ -66,4 +66,16 @@ def check_stages(stages: int) -> None:
         raise ConfigError(
             f"vllm.pipeline_parallel_size {stages} needs CUDA: on CPU vLLM dies at the first requests to an engine of "
             "stages: use vllm.tensor_parallel_size"
+        )
+
+
+def check_engine_images(processor: Processor, image_key: str | None, *, has_gpu: bool) -> None:
+    """Raise ConfigError when vLLM would read the model's images with another attention than the trainer.
+
+    `image_key` is `data.image_key`; None: the run reads no images.
+    """
+    if processor.attends_both_ways and image_key is not None and not has_gpu:
+        raise ConfigError(
+            "tokens of an image attend to each other in this model, but vLLM's attention on CPUs is causal over "
+            "images: run it on GPUs, or without images (data.image_key none)"
         )

@@ -41,11 +41,13 @@ def model_inputs(
       prompt continue its positions;
     * `use_cache` False;
     * `attention_mask` [B, T], if each row is one sample;
-    * `attention_plan`, if rows hold several samples and attention or linear attention is that of this package;
-    * `mm_token_type_ids` [B, T];
-    * `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images and videos that are not `cached`, each once;
-      `images`, their n content hashes; `image_places` and `video_places`, the content hashes of all images and of all
-      videos in reading order;
+    * `attention_plan`, if rows hold several samples and attention or linear attention is that of this package, or if
+      images attend in both directions;
+    * `mm_token_type_ids` [B, T]; `token_type_ids` where Transformers makes a mask of them, in which images attend in
+      both directions;
+    * `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images and videos that are not `cached`, each once, or
+      `pixel_values` of tiles and `image_tiles` [n] (`Processor.pixel_inputs`); `images`, their n content hashes;
+      `image_places` and `video_places`, the content hashes of all images and of all videos in reading order;
     * `experts` [B, T, L, K], with `replays_experts`: those that the engine chose, if the samples have them;
     * `scored` [B, T]: the tokens of the loss, never the first of a sample; and `previous` [scored tokens]: the index
       in [B * T] of the state that predicts each of them.
@@ -65,10 +67,15 @@ def model_inputs(
         lengths = [np.ones(len(sample.tokens), dtype=np.int64) for sample in pack.samples]
         inputs["attention_mask"] = place(pack, lengths, fill=0)
     elif isolates_samples(net) or follows_plan(net):
-        inputs["attention_plan"] = attention_plan(pack)
+        inputs["attention_plan"] = attention_plan(pack, processor)
     if processor.resize_factor is not None:
-        types = [processor.token_types(sample.tokens) for sample in pack.samples]
-        inputs["mm_token_type_ids"] = place(pack, types, fill=0)
+        types = place(pack, [processor.token_types(sample.tokens) for sample in pack.samples], fill=0)
+        if not processor.attends_both_ways:
+            inputs["mm_token_type_ids"] = types
+        elif isolates_samples(net):
+            inputs["attention_plan"] = attention_plan(pack, processor)
+        else:
+            inputs["token_type_ids"] = types
     if replays_experts and (experts := place_experts(pack)) is not None:
         inputs["experts"] = experts
     return inputs | images
@@ -89,7 +96,7 @@ def states_at(pack: Pack, marks: Sequence[Bools]) -> dict[str, Tensor]:
     return {"scored": scored, "previous": scored.flatten().nonzero()[:, 0]}
 
 
-def attention_plan(pack: Pack) -> AttentionPlan:
+def attention_plan(pack: Pack, processor: Processor) -> AttentionPlan:
     """Plan attention over the rows of a pack, laid end to end. The padding behind a short row is a separate span."""
     _, width = pack.shape
     spans: list[Span] = []
@@ -98,11 +105,19 @@ def attention_plan(pack: Pack) -> AttentionPlan:
         numbers.append(len(spans))
         parent = None if piece.parent is None else numbers[piece.parent]
         end = piece.start + piece.last - piece.first
-        spans.append(Span(piece.row * width + piece.start, piece.last - piece.first, parent))
+        blocks = _blocks(processor, pack, piece) if processor.attends_both_ways else ()
+        spans.append(Span(piece.row * width + piece.start, piece.last - piece.first, parent, blocks))
         is_last = i + 1 == len(pack.pieces) or pack.pieces[i + 1].row != piece.row
         if is_last and end < width:
             spans.append(Span(piece.row * width + end, width - end))
     return plan_attention(tuple(spans), causal=True)
+
+
+def _blocks(processor: Processor, pack: Pack, piece: Piece) -> tuple[tuple[int, int], ...]:
+    """(first token in the piece, length) of its images."""
+    is_image = processor.token_types(pack.samples[piece.sample].tokens[piece.first : piece.last]) != 0
+    edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2)
+    return tuple((first, last - first) for first, last in edges.tolist())
 
 
 def _check_branches(net: PreTrainedModel, pack: Pack) -> None:

@@ -69,13 +69,16 @@ class Backbone(nn.Module):
         places = {kind: inputs.pop(f"{kind}_places", ()) for kind in ("image", "video")}
         if any(places.values()):
             by_hash = {} if features is None else features
+            tiles = inputs.pop("image_tiles", None)
             by_hash = by_hash | self._encode(
-                images, inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None)
+                images, inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None), tiles
             )
             if features is not None:
                 features |= {name: by_hash[name] for name in images}
             inputs["mm_encoder_outputs"] = {
-                kind: _encoder_outputs([by_hash[name] for name in names]) for kind, names in places.items() if names
+                kind: _encoder_outputs([by_hash[name] for name in names], has_tiles=tiles is not None)
+                for kind, names in places.items()
+                if names
             }
         experts = inputs.pop("experts", None)
         if experts is not None and shard is not None:
@@ -122,11 +125,17 @@ class Backbone(nn.Module):
     def _shard(self, inputs: dict[str, Any]) -> SequenceShard | None:
         return None if self._sequence is None else SequenceShard(self._sequence, inputs["input_ids"].shape[1])
 
-    def _encode(self, names: tuple[str, ...], pixels: Tensor | None, grid: Tensor | None) -> dict[str, ImageFeatures]:
+    def _encode(
+        self, names: tuple[str, ...], pixels: Tensor | None, grid: Tensor | None, tiles: Tensor | None
+    ) -> dict[str, ImageFeatures]:
         """Run each image and video once through the vision tower, which takes both alike."""
         if pixels is None:
             return {}
-        output: Any = self.net.base_model.get_image_features(pixels, grid, return_dict=True)
+        if tiles is not None:
+            output: Any = self.net.base_model.get_image_features(pixels, return_dict=True)
+            of_images = output.pooler_output.split(tiles.tolist())
+            return {name: ImageFeatures(rows.flatten(0, 1)) for name, rows in zip(names, of_images, strict=True)}
+        output = self.net.base_model.get_image_features(pixels, grid, return_dict=True)
         levels = output.deepstack_features if "deepstack_features" in output else ()
         return {
             name: ImageFeatures(rows, tuple(level[i] for level in levels))
@@ -182,8 +191,11 @@ def linear_head(net: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def _encoder_outputs(images: list[ImageFeatures]) -> Any:
+def _encoder_outputs(images: list[ImageFeatures], *, has_tiles: bool) -> Any:
     """Return the features in the form that Transformers' models take, in reading order."""
+    if has_tiles:
+        # [tiles, tokens, D]: tiles of one token each are right for every model, whatever its number per tile.
+        return SimpleNamespace(pooler_output=torch.cat([image.rows for image in images])[:, None])
     levels = tuple(zip(*(image.deepstack for image in images), strict=True))
     return SimpleNamespace(pooler_output=tuple(image.rows for image in images), deepstack_features=list(levels))
 

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vlmrl import startup
 from vlmrl.errors import ConfigError, VlmrlError
+from vlmrl.models.tiny_qwen import save_qwen_processor
+from vlmrl.models.tiny_vision import VISION_FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-Family = Literal[
+_Plain = Literal[
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_text", "qwen3", "qwen3_moe", "llama"
 ]
+Family = Literal[_Plain, "smolvlm", "gemma3", "internvl", "glm4v"]
 Size = Literal["micro", "tiny", "small", "medium"]
 
 SPECIAL_TOKENS = (
@@ -106,8 +109,8 @@ def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size:
 
     Raises ConfigError for an unknown family or size.
     """
-    if family not in _FAMILIES:
-        raise ConfigError(f"no tiny model of family {family!r}; there are: {', '.join(_FAMILIES)}")
+    if family not in get_args(Family):
+        raise ConfigError(f"no tiny model of family {family!r}; there are: {', '.join(get_args(Family))}")
     if size not in _SHAPES:
         raise ConfigError(f"no tiny model of size {size!r}; there are: {', '.join(_SHAPES)}")
     if out.exists() and not out.is_dir():
@@ -119,18 +122,20 @@ def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size:
 
     from vlmrl.models.checkpoint_layout import keep_checkpoint_layout
 
-    tokenizer = _tokenizer(family)
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-    config = _FAMILIES[family](_SHAPES[size], ids, tied)
+    other = VISION_FAMILIES.get(family)
+    tokenizer = _tokenizer(family) if other is None else other.tokenizer()
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (other.tokens if other else SPECIAL_TOKENS)}
+    ends, pad = (other.ends, other.pad) if other else (("<|im_end|>", "<|endoftext|>"), "<|endoftext|>")
+    config = (other.config if other else _FAMILIES[family])(_SHAPES[size], ids, tied)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         factory: Any = AutoModelForImageTextToText if _takes_images(family) else AutoModelForCausalLM
         model = factory.from_config(config, dtype=torch.float32)
+        for matrix in (parameter for parameter in model.parameters() if parameter.dim() == 2 and not parameter.any()):
+            torch.nn.init.normal_(matrix, std=_INITIALIZER_RANGE)  # Gemma 3's projector is zero
     keep_checkpoint_layout(model)
     model.generation_config = GenerationConfig(
-        bos_token_id=ids["<|endoftext|>"],
-        eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
-        pad_token_id=ids["<|endoftext|>"],
+        bos_token_id=ids[pad], eos_token_id=[ids[end] for end in ends], pad_token_id=ids[pad]
     )
     out.mkdir(parents=True, exist_ok=True)
     shows_bars = logging.is_progress_bar_enabled()
@@ -138,7 +143,13 @@ def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size:
     model.save_pretrained(out)
     if shows_bars:
         logging.enable_progress_bar()
-    _save_processor(family, tokenizer, out)
+    if not _takes_images(family):
+        tokenizer.save_pretrained(out)
+    elif other is None:
+        save_qwen_processor(family, tokenizer, out)
+    else:
+        other.rename_weights(out)
+        other.processor(_SHAPES[size], tokenizer).save_pretrained(out)
     return out
 
 
@@ -158,37 +169,8 @@ def _tokenizer(family: Family) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _save_processor(family: Family, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
-    if not _takes_images(family):
-        tokenizer.save_pretrained(out)
-        return
-    from transformers import (
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLProcessor,
-        Qwen2VLVideoProcessor,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
-
-    is_third = family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
-    patch = 16 if is_third else 14
-    size = {"shortest_edge": (4 * patch) ** 2, "longest_edge": 1280 * (2 * patch) ** 2}
-    settings: dict[str, Any] = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "size": size}
-    if is_third:
-        settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    video: Any = Qwen3VLVideoProcessor if is_third else Qwen2VLVideoProcessor
-    processor: Any = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}.get(family, Qwen3VLProcessor)
-    processor(
-        image_processor=Qwen2VLImageProcessor(**settings),
-        tokenizer=tokenizer,
-        video_processor=video(**settings),
-        chat_template=tokenizer.chat_template,
-    ).save_pretrained(out)
-
-
 def _takes_images(family: Family) -> bool:
-    return "_vl" in family or family == "qwen3_5"
+    return "_vl" in family or family == "qwen3_5" or family in VISION_FAMILIES
 
 
 def _language(

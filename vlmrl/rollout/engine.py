@@ -105,8 +105,7 @@ class RolloutEngine(Inbox):
         check_device(adapter=self._plan, dtype=self._settings.dtype)
         if Path(self._settings.model).is_dir():
             startup.work_offline()
-        check_model(self._settings)
-        _ = self._processor  # fails for a missing model
+        check_model(self._settings, lambda: self._processor)
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
         scheduler = self._llm.vllm_config.scheduler_config
         self._limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)

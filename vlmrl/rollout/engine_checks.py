@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,13 @@ import torch
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
-from vlmrl.models.engine_kernels import check_engine_kernels, check_quantization, check_stages
+from vlmrl.models.engine_kernels import (
+    check_engine_images,
+    check_engine_kernels,
+    check_quantization,
+    check_stages,
+)
+from vlmrl.plugins import Processor
 from vlmrl.startup.driver import gpu_problem
 
 if TYPE_CHECKING:
@@ -35,7 +42,7 @@ def check_device(*, adapter: AdapterPlan | None, dtype: str) -> None:
     check_engine_dtype(adapter, dtype, has_gpu=torch.cuda.is_available())
 
 
-def check_model(settings: EngineSettings) -> None:
+def check_model(settings: EngineSettings, processor: Callable[[], Processor]) -> None:
     """Raise ConfigError when vLLM cannot hold the model as `vllm.qlora_base` says, or lacks a kernel for it here."""
     check_base(settings.vllm)
     if not torch.cuda.is_available():
@@ -52,6 +59,7 @@ def check_model(settings: EngineSettings) -> None:
         has_gpu=torch.cuda.is_available(),
         trust_remote_code=settings.trust_remote_code,
     )
+    check_engine_images(processor(), settings.columns.image_key, has_gpu=torch.cuda.is_available())
 
 
 def check_base(vllm: Vllm) -> None:

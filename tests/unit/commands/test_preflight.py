@@ -12,10 +12,10 @@ from vlmrl.cluster.placement import Place, plan
 from vlmrl.cluster.roles import plan_arguments
 from vlmrl.cluster.session import Node, Session
 from vlmrl.commands.forecast import format_groups
+from vlmrl.commands.hardware import check_hardware
 from vlmrl.commands.preflight import (
     actor_adapter_plan,
     check_algorithm,
-    check_hardware,
     check_models,
     check_sequence,
     critic_adapter_plan,

@@ -192,7 +192,7 @@ def test_an_aspect_ratio_above_200_is_refused() -> None:
 
 
 def test_resized_pixels_are_height_width_rgb() -> None:
-    pixels = resize(Image.new("RGB", (56, 84), (1, 2, 3)), factor=28, min_pixels=784, max_pixels=10**6)
+    pixels = resize(Image.new("RGB", (60, 80), (1, 2, 3)), (56, 84), Image.Resampling.BICUBIC)
     assert pixels.shape == (84, 56, 3)
     assert pixels.dtype == np.uint8
     assert pixels.reshape(-1, 3).tolist() == [[1, 2, 3]] * (84 * 56)

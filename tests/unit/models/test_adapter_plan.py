@@ -63,6 +63,23 @@ def test_the_default_is_every_layer_of_the_language_model_but_the_output_layer(
     assert plan.fits_engine
 
 
+@pytest.mark.parametrize("family", ["internvl", "gemma3"])
+def test_the_default_leaves_towers_with_layers_of_the_same_names_alone(planned: Any, family: Family) -> None:
+    plan = planned(family)
+    ends = [f"self_attn.{name}" if name in LANGUAGE[:4] else f"mlp.{name}" for name in LANGUAGE]
+    assert sorted(plan.targets) == sorted(f"model.language_model.layers.{i}.{end}" for i in range(2) for end in ends)
+    assert plan.groups == {"language"}
+    assert plan.fits_engine
+    assert "vision" in planned(family, "vision").groups
+
+
+def test_gate_and_up_in_one_matrix_are_sent_merged(planned: Any) -> None:
+    plan = planned("glm4v")
+    assert {name.rpartition(".")[2] for name in plan.targets} == {*LANGUAGE[:4], "gate_up_proj", "down_proj"}
+    assert not plan.fits_engine
+    assert planned("glm4v", "q_proj", "v_proj").fits_engine
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_text"])
 def test_linear_attention_has_adapters_on_its_inputs_and_its_output(planned: Any, family: Family) -> None:
     plan = planned(family)

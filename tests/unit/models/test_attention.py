@@ -16,7 +16,7 @@ from vlmrl.models.attention import (
     isolates_samples,
     packed_attention,
 )
-from vlmrl.models.attention_kernels import AttentionOptions, attend, by_mask, by_varlen
+from vlmrl.models.attention_kernels import AttentionOptions, attend, by_mask, by_varlen, visible
 from vlmrl.models.attention_plan import AttentionPlan, Rows, Span, key_rows, plan_attention, spans_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -133,6 +133,38 @@ def test_dtypes_keep_their_precision(
 @pytest.mark.parametrize("groups", ["ragged samples", "groups and samples alone"])
 def test_a_window_reaches_from_a_response_into_its_prompt(groups: str, window: int) -> None:
     assert_equals_dense(attend, spans(GROUPS[groups]), window=window)
+
+
+def test_tokens_of_a_block_see_each_other_and_no_later_token() -> None:
+    # x a a x, whose response is b: only the first a sees a later token, the second.
+    mask = visible(4, 4, causal=True, window=None, device=CPU, blocks=((1, 2),))
+    assert mask is not None
+    assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    # A window of two tokens.
+    mask = visible(3, 4, causal=True, window=2, device=CPU, blocks=((0, 2),))
+    assert mask is not None
+    assert mask.int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+BLOCKS = [((0, 3),), ((2, 3),), ((1, 2), (4, 2)), ((0, 2), (2, 4)), ((5, 1),), ((0, 6),)]
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+def test_cuts_at_blocks_equal_masks(blocks: tuple[tuple[int, int], ...]) -> None:
+    over = (Span(0, 6, None, blocks), Span(6, 4, 0), Span(10, 6, 0, blocks), Span(16, 3))
+    plan = plan_attention(over, causal=True)
+    run = states(19)
+    output, expected = (kernel(*run, plan, AttentionOptions(0.3)) for kernel in (attend, by_mask))
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+    torch.manual_seed(1)
+    slope = torch.randn_like(output)
+    mine, other = (torch.autograd.grad(result, run, slope) for result in (output, expected))
+    for got, wanted in zip(mine, other, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    causal = attend(
+        *run, plan_attention(tuple(span._replace(blocks=()) for span in over), causal=True), AttentionOptions(0.3)
+    )
+    assert torch.allclose(causal, output) == all(length == 1 for _, length in blocks)
 
 
 @pytest.mark.parametrize("kernel", [attend, by_mask])

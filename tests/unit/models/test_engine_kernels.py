@@ -1,12 +1,19 @@
 """Models for which vLLM has no kernel are refused by name."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.engine_kernels import check_engine_kernels, check_quantization, check_stages
+from vlmrl.models.engine_kernels import (
+    check_engine_images,
+    check_engine_kernels,
+    check_quantization,
+    check_stages,
+)
 
 
 def hybrid(folder: Path, **channels: int) -> str:
@@ -52,3 +59,13 @@ def test_stages_are_refused_on_cpu() -> None:
     check_stages(1)
     with pytest.raises(ConfigError, match=r"^vllm\.pipeline_parallel_size 2 needs CUDA: .* use vllm\.tensor_parallel"):
         check_stages(2)
+
+
+def test_images_that_attend_both_ways_are_refused_on_a_cpu() -> None:
+    processor: Any = SimpleNamespace(attends_both_ways=True)
+    with pytest.raises(ConfigError, match=r"attention on CPUs is causal over images: .* \(data\.image_key none\)$"):
+        check_engine_images(processor, "images", has_gpu=False)
+    check_engine_images(processor, None, has_gpu=False)
+    check_engine_images(processor, "images", has_gpu=True)
+    processor.attends_both_ways = False
+    check_engine_images(processor, "images", has_gpu=False)

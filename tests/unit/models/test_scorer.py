@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -17,6 +18,7 @@ from vlmrl.models.attention import PACKED
 from vlmrl.models.attention_plan import Span, plan_attention
 from vlmrl.models.double_precision import KeepDouble
 from vlmrl.models.inputs import model_inputs
+from vlmrl.models.load import freeze
 from vlmrl.models.scorer import ImageFeatures, Scorer
 from vlmrl.models.tiny import Family
 from vlmrl.types import Layout, Media, Sample
@@ -32,13 +34,19 @@ CASES: dict[str, Sequence[tuple[int, Sequence[int]]]] = {
     "mixed": [(0, (4, 9)), (1, (6,)), (3, (2, 5, 11)), (0, (7,)), (2, (0, 3))],
     "groups of eight": [(1, (1, 2, 3, 5, 8, 13, 21, 4)), (0, (6,) * 8)],
 }
-VISION: list[Family] = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5", "qwen3_vl_moe"]
+OTHERS: list[Family] = ["glm4v", "internvl", "gemma3"]
+"""Families of images other than Qwen's; Transformers needs a package for SmolVLM's processor."""
+if find_spec("num2words") is not None:
+    OTHERS.append("smolvlm")
+VISION: list[Family] = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5", "qwen3_vl_moe", *OTHERS]
 RUNS: list[tuple[Family, str, bool]] = [
     *(("qwen2_5_vl", case, False) for case in CASES),
     *(("qwen3_vl", case, True) for case in CASES),
     *(("qwen3_5", case, False) for case in CASES),
     ("qwen3_5_text", "text", True),
     *(("qwen2_vl", case, True) for case in ("mixed", "groups of eight")),
+    *((family, "mixed", False) for family in OTHERS),
+    ("gemma3", "groups of eight", True),
     *(("qwen3", "text", tied) for tied in (False, True)),
     ("llama", "text", False),
     ("qwen3_moe", "text", False),
@@ -50,13 +58,15 @@ TEMPERATURE, BANNED = 0.7, (7, 300)
 
 HYBRID: list[Family] = ["qwen3_5", "qwen3_5_text"]
 """Models with linear attention. Layouts cut samples into different chunks, whose rounding in fp32 can reach 1e-4."""
+DOUBLE: list[Family] = [*HYBRID, "internvl", "smolvlm", "gemma3"]
+"""Models compared in fp64."""
 
 
 @contextmanager
 def precise(family: Family) -> Iterator[Callable[[PreTrainedModel], PreTrainedModel]]:
     """Compute in fp64 where rounding would hide differences; yields the cast of a model."""
-    with KeepDouble() if family in HYBRID else nullcontext():
-        yield lambda model: model.double() if family in HYBRID else model
+    with KeepDouble() if family in DOUBLE else nullcontext():
+        yield lambda model: model.double() if family in DOUBLE else model
 
 
 class Run(NamedTuple):
@@ -122,7 +132,7 @@ def test_shared_equals_packed_equals_padded(
 ) -> None:
     padded, packed, shared = (pack_of(group, family, case, layout) for layout in ("padded", "packed", "shared"))
     assert shared.num_tokens < packed.num_tokens == packed.num_useful
-    bound = 1e-11 if family in HYBRID else 1e-5
+    bound = 1e-11 if family in DOUBLE else 1e-5
     with precise(family) as cast:
         expected = run_of(cast(net(family, tied=tied)), reader, family, padded)
         assert max(np.abs(row).max() for row in expected.logprobs) > 1
@@ -151,7 +161,8 @@ def assert_own_logits(ours: PreTrainedModel, theirs: PreTrainedModel, reader: Ma
         tokens = torch.from_numpy(item.tokens)[None]
         more = reader(family).pixel_inputs(item.media)
         if more:
-            more["mm_token_type_ids"] = torch.from_numpy(reader(family).token_types(item.tokens))[None]
+            key = "token_type_ids" if reader(family).attends_both_ways else "mm_token_type_ids"
+            more[key] = torch.from_numpy(reader(family).token_types(item.tokens))[None]
         log_p = ((theirs(tokens, **more).logits[0, :-1] + ban) / TEMPERATURE).log_softmax(-1)
         chosen = log_p.gather(1, tokens[0, 1:, None])[:, 0]
         sampled = torch.from_numpy(item.sampled[1:])
@@ -166,7 +177,10 @@ def assert_own_logits(ours: PreTrainedModel, theirs: PreTrainedModel, reader: Ma
             torch.testing.assert_close(mine.grad, other.grad, atol=1e-5 * scale, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llama", "qwen3_moe", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llama", "qwen3_moe", "qwen3_vl_moe", "internvl", "gemma3"],
+)
 def test_layouts_are_equal_with_adapters(net: Make, reader: Make, group: Make, family: Family) -> None:
     from peft import LoraConfig
 
@@ -194,14 +208,15 @@ def test_layouts_are_equal_with_adapters(net: Make, reader: Make, group: Make, f
     assert np.abs(plain.logprobs[0] - expected.logprobs[0]).max() > 1e-2
     assert expected.gradients
     assert all("lora" in name for name in expected.gradients)
-    assert any("visual" in name for name in expected.gradients) == (family in VISION)
+    in_tower = any(reader(family).parameter_group(name) == "vision" for name in expected.gradients)
+    assert in_tower == (family in VISION)
     assert any("linear_attn.in_proj_qkv" in name for name in expected.gradients) == (family in HYBRID)
-    bound = 1e-11 if family in HYBRID else 1e-5
+    bound = 1e-11 if family in DOUBLE else 1e-5
     assert max(difference(of_layout, expected) for of_layout in adapted_runs) < bound
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3", "qwen3_moe", *OTHERS])
 def test_layouts_are_equal_with_gradient_checkpointing(
     net: Make, reader: Make, group: Make, family: Family, reentrant: bool
 ) -> None:
@@ -385,19 +400,43 @@ def test_a_planted_fault_breaks_equality(
     assert difference(run(model, inputs, pack), expected) > 1e-3
 
 
+def test_images_that_attend_one_way_break_equality(
+    net: Make, reader: Make, group: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net("gemma3", attention=OURS)
+    padded, shared = (pack_of(group, "gemma3", "mixed", layout) for layout in ("padded", "shared"))
+    expected = run_of(net("gemma3"), reader, "gemma3", padded)
+    assert difference(run_of(model, reader, "gemma3", shared), expected) < 1e-4
+    monkeypatch.setattr(type(reader("gemma3")), "attends_both_ways", False)
+    assert difference(run_of(model, reader, "gemma3", shared), expected) > 1e-2
+
+
 # ---------------------------------------------------------------- images encoded once
 
 
+def tower_of(model: PreTrainedModel) -> nn.Module:
+    """Return the vision tower, without the projector of families that keep it apart."""
+    towers = (getattr(model.model, name, None) for name in ("visual", "vision_tower", "vision_model"))
+    return next(tower for tower in towers if tower is not None)
+
+
 def count_images(model: PreTrainedModel) -> list[int]:
-    """Count the images of each call of the vision tower, from now on."""
+    """Count the images, or tiles, of each call of the vision tower, from now on."""
     calls: list[int] = []
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        grid = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
-        calls.append(len(grid))
+        if "grid_thw" in kwargs or len(args) > 1:
+            calls.append(len(kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]))
+        else:
+            calls.append(len(kwargs["pixel_values"]))
 
-    model.model.visual.register_forward_pre_hook(count, with_kwargs=True)
+    tower_of(model).register_forward_pre_hook(count, with_kwargs=True)
     return calls
+
+
+def num_encoded(inputs: dict[str, Any]) -> int:
+    """Return the number of images, or tiles, that these inputs bring to the vision tower."""
+    return int(inputs["image_tiles"].sum()) if "image_tiles" in inputs else len(inputs["image_grid_thw"])
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
@@ -413,12 +452,12 @@ def test_an_image_goes_through_the_tower_once_for_all_its_samples(
     pack = make_pack(samples, range(7), layout)
     model = net(family, attention=OURS)
     inputs = model_inputs(model, reader(family), pack)
-    assert len(inputs["image_grid_thw"]) == len(inputs["images"]) == 3
+    assert len(inputs.get("image_grid_thw", inputs.get("image_tiles"))) == len(inputs["images"]) == 3
     assert len(inputs["image_places"]) == (2 + 1 + 2 if layout == "shared" else 3 * 2 + 2 * 1 + 2)
     calls = count_images(model)
     with torch.no_grad():
         together = Scorer(model)(inputs)
-    assert calls == [3]
+    assert calls == [num_encoded(inputs)]
     for i, (item, mine) in enumerate(zip(samples, collect(pack, together.logprobs), strict=True)):
         alone = make_pack([item], [0], "padded")
         with torch.no_grad():
@@ -427,7 +466,7 @@ def test_an_image_goes_through_the_tower_once_for_all_its_samples(
 
 
 def other_media(read: Any, sample: Sample, media: Sequence[Media]) -> Sample:
-    shown = "<|vision_start|><|image_pad|><|vision_end|>" * len(media)
+    shown = read.image_text() * len(media)
     prompt, _ = read.encode(f"these: {shown}", [item.size for item in media])
     response = sample.tokens[sample.sampled]
     tokens = np.concatenate([prompt, response])
@@ -437,7 +476,7 @@ def other_media(read: Any, sample: Sample, media: Sequence[Media]) -> Sample:
 @pytest.mark.parametrize("family", VISION)
 def test_cached_features_replace_the_tower(net: Make, reader: Make, group: Make, family: Family) -> None:
     model = net(family, attention=OURS)
-    model.model.visual.requires_grad_(False)
+    freeze(model, reader(family), vision=True, projector=True)
     pack = pack_of(group, family, "mixed", "shared")
     names = list(pack.media)
 
@@ -461,7 +500,9 @@ def test_cached_features_replace_the_tower(net: Make, reader: Make, group: Make,
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, slopes[name], atol=1e-5, rtol=1e-5)
     # All, none, and every second one.
-    assert calls == [len(names), len(names) // 2]
+    rest = model_inputs(model, reader(family), pack, cached=names[::2])
+    assert calls == [num_encoded(model_inputs(model, reader(family), pack)), num_encoded(rest)]
+    assert len(rest["images"]) == len(names) // 2
     swapped = dict(zip(names, [features[name] for name in names[::-1]], strict=True))
     same_size = {
         n: swapped[n] for n in names if len(swapped[n].rows) == len(features[n].rows) and swapped[n] is not features[n]

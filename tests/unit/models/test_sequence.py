@@ -33,6 +33,7 @@ Make = Callable[..., Any]
 OURS = {"": PACKED, "text_config": PACKED, "vision_config": "sdpa"}
 PLAN = "attention_plan"
 FAMILIES: list[Family] = ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "qwen3_vl_moe"]
+OTHERS: list[Family] = ["gemma3", "internvl", "glm4v"]
 LAYOUTS: list[Layout] = ["packed", "shared", "padded"]
 
 
@@ -121,10 +122,17 @@ def compare(
 
 
 # Models of 4 heads and 2 key heads: four ranks repeat the key heads.
-@pytest.mark.parametrize(("size", "layouts"), [(2, LAYOUTS), (4, ["shared"])])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "size", "layouts", "tolerance"),
+    [
+        *((family, 2, LAYOUTS, 1e-8) for family in FAMILIES),
+        *((family, 4, ["shared"], 1e-8) for family in FAMILIES),
+        # Some of their norms compute in fp32.
+        *((family, 2, ["shared", "padded"], 1e-6) for family in OTHERS),
+    ],
+)
 def test_log_probs_and_gradients_are_those_of_one_rank(
-    reader: Make, group: Make, tmp_path: Path, family: Family, size: int, layouts: list[Layout]
+    reader: Make, group: Make, tmp_path: Path, family: Family, size: int, layouts: list[Layout], tolerance: float
 ) -> None:
     path = tiny.build(family, tmp_path / family, size="tiny")
     net = in_fp64(load_model(str(path), dtype=torch.float32, attn_implementation=OURS))
@@ -134,7 +142,7 @@ def test_log_probs_and_gradients_are_those_of_one_rank(
     def work(sequence: SequenceGroup | None) -> list[Run]:
         return [scored(net, inputs, sequence) for inputs in cases]
 
-    compare(tmp_path / "ranks", size, work)
+    compare(tmp_path / "ranks", size, work, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])

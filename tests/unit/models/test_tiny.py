@@ -10,8 +10,10 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationCon
 
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
+from vlmrl.models.tiny_vision import VISION_FAMILIES
 
-FAMILIES: tuple[tiny.Family, ...] = get_args(tiny.Family)
+OTHERS = tuple(VISION_FAMILIES)
+FAMILIES: tuple[tiny.Family, ...] = tuple(family for family in get_args(tiny.Family) if family not in OTHERS)
 VISION: tuple[tiny.Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé 12?"}]
 

@@ -14,6 +14,7 @@ from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.processors.text import TextProcessor
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.settings import EngineSettings
 
@@ -73,7 +74,7 @@ class IncompatibleVllm:
 def test_an_incompatible_worker_ends_the_start_in_one_line(tmp_path: Path) -> None:
     Qwen3Config().save_pretrained(tmp_path)
     incompatible, vllm = engine(model=str(tmp_path)), IncompatibleVllm()
-    incompatible.__dict__ |= {"_launch": vllm, "_processor": None}
+    incompatible.__dict__ |= {"_launch": vllm, "_processor": TextProcessor}
     with pytest.raises(ClusterError, match=r"engine-3: vLLM .* lacks GPUModelRunner\.get_model, WorkerLoRA") as caught:
         asyncio.run(incompatible.start())
     assert "\n" not in str(caught.value)

@@ -53,8 +53,9 @@ def _images(
     if factor is None:
         raise ConfigError(f"bench.image_size {sizes.image_size}: the model takes no images, leave it out")
     side = max(1, round(sizes.image_size / factor)) * factor
+    width, height = processor.target_size((side, side))
     return tuple(
-        InlineMedia(f"bench:{group}:{i}", (side, side), rng.integers(0, 256, (side, side, 3), dtype=np.uint8))
+        InlineMedia(f"bench:{group}:{i}", (width, height), rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         for i in range(sizes.images_per_prompt)
     )
 

@@ -347,7 +347,7 @@ def _prompt(processor: Processor, config: RlConfig, index: int, images: int) -> 
     """Return a prompt with images of noise, equal every time."""
     rng = np.random.default_rng(index)
     side = processor.resize_factor or 0
-    sizes = [(side * (4 + i), side * 4) for i in range(images)]
+    sizes = [processor.target_size((side * (4 + i), side * 4)) for i in range(images)]
     media = tuple(
         InlineMedia(f"self-test:{index}.{i}", (w, h), rng.integers(0, 255, (h, w, 3), dtype=np.uint8))
         for i, (w, h) in enumerate(sizes)

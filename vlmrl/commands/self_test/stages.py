@@ -107,7 +107,8 @@ def _sample(model: str) -> Sample:
     rng = np.random.default_rng(0)
     assert processor.resize_factor is not None
     side = 4 * processor.resize_factor
-    image = InlineMedia("self-test", (side, side), rng.integers(0, 256, (side, side, 3), dtype=np.uint8))
+    width, height = processor.target_size((side, side))
+    image = InlineMedia("self-test", (width, height), rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
     prompt, _ = processor.encode(processor.render("how many?", num_images=1, columns=Columns()), [image.size])
     tokens = np.concatenate([prompt, rng.integers(32, 127, _TOKENS - len(prompt))])
     return Sample(tokens=tokens, sampled=np.arange(_TOKENS) >= _TOKENS // 2, media=(image,))
