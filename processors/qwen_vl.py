@@ -208,6 +208,9 @@ class QwenVlProcessor(VisionProcessor):
                 grid[0] = (grid[0] * (seconds * self._steps_per_s)).astype(np.int64)
             yield from [grid] * (frames // steps)
 
+    def _smallest_size(self) -> tuple[int, int]:
+        return self.resize_factor, self.resize_factor  # also below `data.min_pixels`
+
     def parameter_group(self, name: str) -> ParameterGroup:
         if "visual." not in name:
             return "language"

@@ -39,10 +39,14 @@ class VisionProcessor(TextProcessor):
         return target_size(size, factor=self.resize_factor, **bounds)
 
     def dummy_sample(self) -> Sample | None:
-        width, height = self.target_size((self.resize_factor, self.resize_factor))
+        width, height = self._smallest_size()
         media = Blank(f"blank:{width}x{height}", (width, height))
         tokens, _ = self.encode(self.image_text(), [media.size])
         return Sample(tokens=tokens, sampled=np.zeros(len(tokens), dtype=np.bool_), media=(media,))
+
+    def _smallest_size(self) -> tuple[int, int]:
+        """(width, height) of the smallest image that the tower takes."""
+        return self.target_size((self.resize_factor, self.resize_factor))
 
     def collapsed(self, tokens: Ints, last: Ints, sizes: Sequence[Size]) -> Ints:
         kept = np.ones(len(tokens), dtype=np.bool_)

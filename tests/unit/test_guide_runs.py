@@ -56,6 +56,7 @@ RUNS = [
     Run("vlmrl/rewards/README.md", "VLMRL_RM_TOKEN=... vlmrl serve-rm *", "end_to_end/test_reward_server.py"),
     Run("vlmrl/algorithms/README.md", "python examples/compare_preferences.py", "end_to_end/test_dpo.py"),
     Run("vlmrl/algorithms/README.md", "python examples/compare_distillation.py", "end_to_end/test_distillation.py"),
+    Run("vlmrl/plan/README.md", "vlmrl plan *", "unit/commands/test_plan.py"),
     Run("vlmrl/report/README.md", "vlmrl report *--serve", "unit/report/test_server.py"),
     Run("vlmrl/report/README.md", "vlmrl report *", "unit/report/test_page.py"),
     Run("tests/benchmarks/README.md", "python -m vlmrl.models.tiny *", "unit/models/test_tiny.py"),

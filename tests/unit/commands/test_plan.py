@@ -83,8 +83,9 @@ def test_zero_bytes_and_published_bytes_of_a_large_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fits_nowhere_says_what_would() -> None:
+    words = ("--model", "Qwen3-8B", "--gpus", "1", "--gpu", "A100-40", "--gpus_per_node", "4")
     with pytest.raises(ClusterError, match=r"what would fit: .*QLoRA.*8 of these GPUs"):
-        plan(given("--model", "Qwen3-8B", "--gpus", "1", "--gpu", "A100-40", "--gpus_per_node", "4"))
+        plan(given(*words, "--ds.adam_offload", "false"))
 
 
 def test_a_configuration_alone_is_a_model(tmp_path: Path) -> None:

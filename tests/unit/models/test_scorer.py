@@ -397,7 +397,11 @@ def test_a_planted_fault_breaks_equality(
     inputs = model_inputs(model, reader(family), pack)
     assert difference(run(model, inputs, pack), expected) < 1e-5
     fault(inputs)
-    assert difference(run(model, inputs, pack), expected) > 1e-3
+    try:
+        is_found = difference(run(model, inputs, pack), expected) > 1e-3
+    except ConfigError as error:  # the mask is found to ignore the positions, before any output
+        is_found = "lets packed samples attend to each other" in str(error)
+    assert is_found
 
 
 def test_images_that_attend_one_way_break_equality(
