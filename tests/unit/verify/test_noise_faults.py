@@ -121,7 +121,7 @@ def test_large_rounding_at_a_low_temperature_is_not_a_fault(make: Any) -> None:
             elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 parameter.mul_(4)
     metrics = Both(net, make(torch.float32).read, torch.float32, temperature=0.1).check()
-    assert metrics["verify/noise/decode_gap"] > 20 * FLOORS[torch.float32], "told by the floor it would be a fault"
+    assert metrics["verify/noise/gap"] > 20 * FLOORS[torch.float32], "told by the floor it would be a fault"
 
 
 def test_a_layer_of_the_engine_that_is_scaled_is_found(make: Any) -> None:
