@@ -24,12 +24,12 @@ from vlmrl.config.verbs import RlConfig
 from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import InlineMedia, Noise
 from vlmrl.data.packing import make_pack
+from vlmrl.errors import DataError
 from vlmrl.learning.forward import LogprobForward
 from vlmrl.models import tiny
 from vlmrl.models.attention import implementation
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
-from vlmrl.rollout.capacity import CPU_LIMITS
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.launch import engine_arguments
 from vlmrl.rollout.settings import EngineSettings
@@ -40,8 +40,8 @@ COLUMNS = Columns(video_key="videos", max_videos_per_prompt=2, max_pixels=200 * 
 SAMPLING = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
 BLIND = (math.log(6) + math.log(5)) / 3
 """Lowest loss per token without looking: a response is two of six letters, each once, and an end token."""
-BF16 = 0.1
-"""As for images of a hybrid model in `test_hybrid_engine.py`."""
+BLIND_WAY = math.log(2) * 2 / (len("left") + len("right") + 2)
+"""Likewise of `drift`: one of two words, of which the first letter decides, and an end token."""
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared")
 
 
@@ -67,12 +67,18 @@ def _prompt(index: int, processor: plugins.Processor, kinds: tuple[str, ...]) ->
 
 
 def _generate(
-    model: Path, prompts: list[Prompt], *, dtype: str = "fp32", columns: Columns = COLUMNS, max_model_len: int = 640
+    model: Path,
+    prompts: list[Prompt],
+    *,
+    dtype: str = "fp32",
+    columns: Columns = COLUMNS,
+    max_model_len: int = 640,
+    **vllm: Any,
 ) -> list[Group]:
     engine = RolloutEngine(
         EngineSettings(
             model=str(model),
-            vllm=Vllm(cpu_kv_cache_gib=0.25),
+            vllm=Vllm(cpu_kv_cache_gib=0.25, **vllm),
             columns=columns,
             trust_remote_code=False,
             dtype=dtype,
@@ -143,8 +149,9 @@ def test_an_engine_in_bf16_agrees_on_videos_of_a_hybrid_model(tmp_path: Path) ->
                 sample = Sample(segment.tokens, segment.sampled, media, group=number)
                 (_, row), *_ = forward.logprobs([make_pack([sample], range(1), "packed")])
                 gaps[name] += np.abs((row - segment.logprobs)[segment.sampled]).tolist()
-    print({name: (max(gap), sum(gap) / len(gap)) for name, gap in gaps.items()})
-    assert max(gaps["same"]) < BF16
+    # Measured: 0.0029 on average and 0.010 at most; 0.024 and 0.155 with other videos and images.
+    assert max(gaps["same"]) < 0.03
+    assert np.mean(gaps["same"]) < np.mean(gaps["other"]) / 4
 
 
 @pytest.mark.prove
@@ -152,13 +159,16 @@ def test_an_engine_takes_a_video_of_more_tokens_than_its_usual_step(tmp_path: Pa
     model = tiny.build("qwen2_5_vl", tmp_path / "model", size="micro")
     columns = COLUMNS.model_copy(update={"max_len": 4000, "fps_max_frames": 40})
     processor = plugins.processor_of(str(model), columns)
-    size = VideoSize(12 * 28, 12 * 28, tuple(range(40)), fps=2.0, total=40)
-    assert processor.num_tokens(size) == 2880 > CPU_LIMITS.max_num_batched_tokens
+    size = VideoSize(14 * 28, 14 * 28, tuple(range(40)), fps=2.0, total=40)
+    # vLLM's own largest video has 3,840 here, which it reserves room for in any case.
+    assert processor.num_tokens(size) == 3920
     text = processor.render([{"role": "user", "content": [{"type": "video"}]}], num_images=1, columns=columns)
     tokens, request = processor.encode(text, [size])
     prompt = Prompt(0, "test:0", text, tokens, request, label=None, media=(Noise("long", size),))
     (group,) = _generate(model, [prompt], columns=columns, max_model_len=4032)
     assert len(group.rollouts) == SAMPLING.n
+    with pytest.raises(DataError, match="vLLM refused the prompt"):
+        _generate(model, [prompt], columns=columns, max_model_len=4032, max_num_batched_tokens=2048)
 
 
 @pytest.mark.prove
@@ -205,8 +215,15 @@ def test_a_run_on_video_files(tmp_path: Path, tiny_model: Callable[..., str], di
 
 @pytest.mark.prove
 @pytest.mark.usefixtures("ray_session")
-def test_a_tiny_model_learns_from_videos(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
-    train_sft(load(SftConfig, recipe("motion_sft_tiny.yaml", tiny_model("qwen3_vl"), tmp_path / "sft")))
+@pytest.mark.parametrize(
+    ("options", "blind"), [("families=order&frames=4", BLIND), ("families=drift&frames=2", BLIND_WAY)]
+)
+def test_a_tiny_model_learns_from_videos(
+    options: str, blind: float, tmp_path: Path, tiny_model: Callable[..., str]
+) -> None:
+    rows = f"visual_motion?{options}&pixels=64&size=16000"
+    words = recipe("motion_sft_tiny.yaml", tiny_model("qwen3_vl"), tmp_path / "sft", **{"data.prompt_dataset": rows})
+    train_sft(load(SftConfig, words))
     losses = [line["policy/loss"] for line in steps_of(tmp_path / "sft")]
     # No row is drawn twice, so these are losses on new videos.
-    assert sum(losses[-10:]) / 10 < BLIND / 3, losses
+    assert sum(losses[-10:]) / 10 < blind / 3, losses
