@@ -42,6 +42,10 @@ class ClusterError(VlmrlError):
     """A machine, port or amount of memory that is not available, or a role that does not fit."""
 
 
+class MachineError(ClusterError):
+    """A machine of the run died or did not join in time. The same command may succeed later: its exit code is 75."""
+
+
 class DiedError(ClusterError):
     """A process that a role started (vLLM's) ended unexpectedly. `cluster/worker_group.py` adds the role's name."""
 

@@ -213,6 +213,35 @@ def test_a_machine_that_lacks_what_the_run_needs_is_named_before_anything_starts
     assert not (tmp_path / "run/config.yaml").exists()
 
 
+def newest(out: Path) -> Path:
+    """Return the newest complete checkpoint of a run."""
+    return max(path for path in (out / "checkpoints").glob("step_*") if path.name[5:].isdigit())
+
+
+@pytest.mark.prove
+def test_a_run_starts_when_the_machine_that_it_needs_has_joined(
+    words: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    flags = {"train.max_steps": 1}
+    command = [sys.executable, "-m", "vlmrl", "rl", *words(tmp_path / "run", **flags)]
+    log = tmp_path / "log"
+    with two_machines(joins=False) as machines:
+        code, output = machines.run(0, [*command, "--train.wait_nodes_s", "3"])
+        assert code == 75, output
+        assert "the machines of the run have not joined within train.wait_nodes_s 3" in output.splitlines()[-1]
+        assert "a role requires 2 nodes, and 1 have joined: 10.77.0.1 (1 CPU core)" in output.splitlines()[-1]
+        command += ["--train.wait_nodes_s", "120"]
+        with log.open("w") as file, machines.popen(0, command, stdout=file, stderr=file) as run:
+            end = time.monotonic() + 90
+            while "waiting up to 120 s for more machines" not in log.read_text():
+                assert run.poll() is None, log.read_text()[-2000:]
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            machines.join()
+            assert run.wait(timeout=200) == 0, log.read_text()[-3000:]
+    assert len(steps_of(tmp_path / "run")) == 1
+
+
 @pytest.mark.prove
 def test_a_checkpoint_goes_on_where_the_machines_have_changed_places(
     spread: tuple[Path, str], words: Callable[..., list[str]]
@@ -254,13 +283,14 @@ def test_a_machine_that_dies_in_a_step_ends_the_run_in_one_line_and_the_other_go
                 machines.cut(1)
             died = time.monotonic()
             try:
-                assert run.wait(timeout=60) == 2, log.read_text()[-3000:]
+                assert run.wait(timeout=60) == 75, log.read_text()[-3000:]
             finally:
                 run.kill()
             print(f"the run ended {time.monotonic() - died:.1f} s after the machine was {death}")
         output = log.read_text().splitlines()
         assert "Traceback" not in log.read_text()
         assert "machine 10.77.0.2 died during the run, and with it actor 1 and vllm 1" in output[-1], output[-1]
+        assert output[-1].endswith(f"{newest(out)} is complete: resume from it with --ckpt.load_enable"), output[-1]
         assert not left_by_a_run(machines, 0, running)
         if death == "cut off":
             return

@@ -57,6 +57,17 @@ class TwoMachines:
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
+        self.connect()
+        self._start_node(self.head, "--head", f"--port={PORT}", "--include-dashboard=false")
+        self._wait(lambda: self._reaches(self._ray), "the head does not respond")
+
+    def join(self) -> None:
+        """Let the machine without the head join."""
+        self._start_node(1 - self.head, f"--address={self._ray}")
+        self._wait(self._has_joined, "the other machine did not join")
+
+    def connect(self) -> None:
+        """Make the two namespaces and the cable between them."""
         for name in self._names:
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
@@ -67,10 +78,6 @@ class TwoMachines:
             _ip("-n", name, "link", "set", end, "name", "eth0")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
-        self._start_node(self.head, "--head", f"--port={PORT}", "--include-dashboard=false")
-        self._wait(lambda: self._reaches(self._ray), "the head does not respond")
-        self._start_node(1 - self.head, f"--address={self._ray}")
-        self._wait(self._has_joined, "the other machine did not join")
 
     def popen(self, machine: int, words: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Any:
         """Start a process on a machine that can reach the Ray cluster."""
@@ -201,12 +208,15 @@ def _signal(pid: int, number: int) -> None:
 
 
 @contextmanager
-def two_machines(*, head: int = 0) -> Iterator[TwoMachines]:
+def two_machines(*, head: int = 0, joins: bool = True) -> Iterator[TwoMachines]:
+    """Both machines, the other one in the cluster of the head's unless `joins` is False."""
     remove_left_behind()
     folder = Path(tempfile.mkdtemp(prefix="vl", dir="/tmp"))
     machines = TwoMachines(folder, head=head)
     try:
         machines.start()
+        if joins:
+            machines.join()
         yield machines
     finally:
         machines.stop()

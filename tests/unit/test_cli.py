@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vlmrl import __version__, cli
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, MachineError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
 
@@ -168,6 +168,17 @@ def test_an_error_of_the_run_is_one_line_too(
     monkeypatch.setattr(sys.modules["vlmrl.commands.rl"], "train_rl", fail)
     assert cli.main(["rl", *NEEDED]) == 2
     assert capsys.readouterr().err == "vlmrl rl: vllm requires 8 GPUs, and there are 2: lower --vllm.num_engines\n"
+
+
+def test_a_machine_that_is_gone_is_exit_code_75_for_schedulers_to_try_again(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: Any, **how: Any) -> None:
+        raise MachineError("machine 10.0.0.2 died during the run")
+
+    monkeypatch.setattr(sys.modules["vlmrl.commands.rl"], "train_rl", fail)
+    assert cli.main(["rl", *NEEDED]) == 75
+    assert capsys.readouterr().err == "vlmrl rl: machine 10.0.0.2 died during the run\n"
 
 
 def test_an_interrupt_is_exit_code_130(

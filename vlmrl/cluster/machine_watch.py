@@ -17,7 +17,7 @@ from typing import Literal
 
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Node, Session
-from vlmrl.errors import ClusterError
+from vlmrl.errors import MachineError
 
 Status = Literal["alive", "refused", "silent"]
 """A machine accepts a connection, refuses it, or does not respond."""
@@ -80,8 +80,7 @@ class Watch:
             return None
         return (
             f"machine {self._lost.address} died during the run, and with it {self._nodes[self._lost]}: "
-            "the run is stopped; resume from the last checkpoint with --ckpt.load_enable when the machine is back, "
-            "or on the other machines if as many ranks fit there"
+            "the run is stopped; go on when the machine is back, or on the other machines if as many ranks fit there"
         )
 
     def find_loss(self, limit_s: float = _SUSPECTED_S) -> str | None:
@@ -135,7 +134,7 @@ def watch_machines(machines: Session, places: Mapping[str, Sequence[Place]]) -> 
     """Watch the other machines of a run within the context; None if there are none.
 
     Raises:
-        ClusterError: a machine has died. It replaces errors that follow from the death.
+        MachineError: a machine has died. It replaces errors that follow from the death.
     """
     others = {machines.nodes[number]: roles for number, roles in roles_by_node(places).items() if number > 0}
     if not others:
@@ -150,7 +149,7 @@ def watch_machines(machines: Session, places: Mapping[str, Sequence[Place]]) -> 
         lost = watch.find_loss()
         if lost is None:
             raise
-        raise ClusterError(lost) from None
+        raise MachineError(lost) from None
     finally:
         watch.close()
 

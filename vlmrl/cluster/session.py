@@ -255,10 +255,10 @@ def _leave_to_us(**_: Any) -> None:
 
 def _running_session(*, joins: bool) -> Session:
     """The session that Ray has started. Workers on the user's cluster are no forks: these belong to this machine."""
-    return Session(_alive_nodes(), python="" if joins else os.environ.get(fork_server.VARIABLE, ""))
+    return Session(alive_nodes(), python="" if joins else os.environ.get(fork_server.VARIABLE, ""))
 
 
-def _alive_nodes() -> tuple[Node, ...]:
+def alive_nodes() -> tuple[Node, ...]:
     """Return the nodes: first this machine, which runs data and reward functions, then the others by address."""
     import ray
 

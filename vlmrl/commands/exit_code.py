@@ -7,20 +7,23 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from vlmrl.errors import VlmrlError
+from vlmrl.errors import MachineError, VlmrlError
 from vlmrl.system.stops import Stopped
+
+_MACHINE_MISSING = 75
 
 
 def exit_code(run: Callable[[], int], name: str) -> int:
     """Call `run`; return its result, or the exit code of its error, which is printed as one line after `name`.
 
-    Exit codes of errors: 2 for settings, data or the machine; 130 when interrupted; 143 for SIGTERM or SIGHUP.
+    Exit codes of errors: 2 for settings, data or the machine; 75 for another machine of the run that is gone or
+    missing (sysexits.h: try again later); 130 when interrupted; 143 for SIGTERM or SIGHUP.
     """
     try:
         return run()
     except VlmrlError as error:
         _print_last(f"{name}: {error}")
-        return 2
+        return _MACHINE_MISSING if isinstance(error, MachineError) else 2
     except Stopped as stop:
         _print_last(f"{name}: {stop}")
         return stop.exit_code

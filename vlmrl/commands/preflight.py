@@ -30,7 +30,7 @@ from vlmrl.data.columns import find_columns
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
 from vlmrl.models.expert_settings import check_experts
 from vlmrl.models.kind import check_generates
@@ -228,8 +228,12 @@ def check_machine(config: TrainingConfig | EvalConfig) -> list[str]:
 
     Raises:
         ClusterError: the machine lacks something essential.
-        ConfigError: W&B is enabled and cannot be used.
+        ConfigError: W&B is enabled and cannot be used, or machines are waited for that cannot join.
     """
+    if config.train.wait_nodes_s and not joins_cluster():
+        raise ConfigError(
+            "train.wait_nodes_s waits for machines of a cluster, and RAY_ADDRESS names none: leave it out"
+        )
     output = Path(config.ckpt.output_dir).expanduser()
     findings = machine.run_checks(output, joins_cluster=joins_cluster())
     if not isinstance(config, EvalConfig) and config.logger.tensorboard_dir is not None:

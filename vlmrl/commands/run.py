@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from vlmrl.cluster.arrivals import wait_for_machines
 from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.machine_watch import watch_machines
 from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.roles import placement_rows, placement_table, plan_arguments
+from vlmrl.cluster.roles import num_nodes_required, placement_rows, placement_table, plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import check_devices
 from vlmrl.cluster.worker_deaths import report_deaths
@@ -205,7 +206,13 @@ def run_session(
         # The plot and the page go on while the roles and Ray stop.
         outer.push(lambda kind, error, traceback: report.finish(error))
         outer.enter_context(naming_checkpoint(folder.checkpoints))
-        machines = outer.enter_context(session())
+        machines = wait_for_machines(
+            outer.enter_context(session()),
+            lambda joined: plan(**plan_arguments(config, joined)),
+            num_nodes=num_nodes_required(config),
+            limit_s=config.train.wait_nodes_s,
+            say=report.say,
+        )
         check_hardware(config, machines, adapter)
         places = plan(**plan_arguments(config, machines))
         if isinstance(config, RlConfig | SamplingConfig):

@@ -26,7 +26,7 @@ from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.vllm import Vllm
 
 CHECKPOINT = ("model_name_or_path", "trust_remote_code")
-COMMON = ("seed", "timeout_s", "stop_grace_s")
+COMMON = ("seed", "timeout_s", "wait_nodes_s", "stop_grace_s")
 SYNC = ("bucket_mib", "sync_backend", "readback_steps")
 WITH_TRAINER = ("max_logprob_diff", "enable_sleep", "quantization")
 

@@ -14,7 +14,7 @@ from vlmrl.config.changes import changed_settings, format_changes, plain_setting
 from vlmrl.config.num_steps import fraction_done
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import RlConfig
-from vlmrl.errors import ConfigError, StorageError, VlmrlError
+from vlmrl.errors import ConfigError, MachineError, StorageError, VlmrlError
 from vlmrl.learning.checkpoint_checksums import has_checksums
 from vlmrl.learning.checkpoint_size import min_checkpoint_bytes
 from vlmrl.observe.report import RunReport
@@ -35,17 +35,22 @@ _STEP_SETTINGS = {"rollout.batch_size", "rollout.n_samples_per_prompt", "train.b
 
 @contextmanager
 def naming_checkpoint(folder: Path) -> Iterator[None]:
-    """Add the newest complete checkpoint in `folder`, if there is one, to disk errors that are raised within."""
+    """Add the newest complete checkpoint in `folder`, if there is one, to errors within of the disk or of another
+    machine: the same run can go on from it."""
     try:
         yield
-    except StorageError as error:
+    except (StorageError, MachineError) as error:
         try:
             complete = checkpoints(folder)
         except OSError:  # a disk that fails
             complete = []
-        if not complete:
+        if complete:
+            line = f"{error}; {complete[-1]} is complete: resume from it with --ckpt.load_enable"
+        elif isinstance(error, MachineError):
+            line = f"{error}; there is no checkpoint yet: start again with the same command"
+        else:
             raise
-        raise StorageError(f"{error}; {complete[-1]} is complete: resume from it with --ckpt.load_enable") from error
+        raise type(error)(line) from error
 
 
 def _first_of(lines: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 from vlmrl.cluster.machine_watch import Status, Watch, probe_node, roles_by_node, watch_machines
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Node, Session
-from vlmrl.errors import ClusterError
+from vlmrl.errors import MachineError
 
 NODE = Node("b", num_cpus=1, num_gpus=0, address="10.0.0.2", port=7)
 LINE = "machine 10.0.0.2 died during the run, and with it actor 1: the run is stopped"
@@ -134,7 +134,7 @@ def failing_run(machines: Session, places: dict[str, list[Place]]) -> None:
 
 def test_errors_that_follow_from_the_loss_are_reported_as_the_loss(dead: Session) -> None:
     places = {"actor": [Place(0, (0,)), Place(1, (0,))], "vllm": [Place(1, (0,))]}
-    with pytest.raises(ClusterError, match=r"machine 127\.0\.0\.1 died .* and with it actor 1 and vllm 0: "):
+    with pytest.raises(MachineError, match=r"machine 127\.0\.0\.1 died .* and with it actor 1 and vllm 0: "):
         failing_run(dead, places)
 
 

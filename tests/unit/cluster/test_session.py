@@ -128,7 +128,7 @@ def test_a_node_whose_gpus_are_hidden_has_none(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ray.nodes", lambda: [node | {"Resources": {"CPU": 4.0, "GPU": 1.0}}])
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
     monkeypatch.setattr(session_module, "visible_gpus", lambda addresses: dict.fromkeys(addresses, "-1"))
-    machines = Session(session_module._alive_nodes())
+    machines = Session(session_module.alive_nodes())
     assert not machines.has_gpus
     assert machines.slots == [4]
 

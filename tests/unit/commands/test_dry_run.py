@@ -288,6 +288,13 @@ def test_a_dry_run_describes_the_run(model: str, tmp_path: Path, capsys: pytest.
         assert any(line.startswith(start) for line in lines), start
 
 
+def test_machines_are_waited_for_only_where_they_can_join(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run("rl", model, tmp_path / "out", "--train.wait_nodes_s", "60") == 2
+    assert "train.wait_nodes_s waits for machines of a cluster, and RAY_ADDRESS names none" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("no_functions")
 def test_a_dry_run_does_not_reject_a_cluster_by_this_machine(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from recording_roles import ADAPTIVE, RecordingReport, RecordingRole, run_checkp
 from scripted_loop import config
 from small_disk import small_disk
 
-from vlmrl.errors import ConfigError, StorageError
+from vlmrl.errors import ConfigError, MachineError, StorageError
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.trainer.filtering import RewardRange
 from vlmrl.trainer.rl import LoopState
@@ -30,6 +30,17 @@ def test_a_disk_error_names_the_newest_complete_checkpoint(tmp_path: Path) -> No
     for name in ("step_000002", "step_000010", "step_000012.tmp"):
         (tmp_path / name).mkdir()
     with pytest.raises(StorageError) as caught, naming_checkpoint(tmp_path):
+        raise error
+    assert str(caught.value) == f"{error}; {tmp_path}/step_000010 is complete: resume from it with --ckpt.load_enable"
+
+
+def test_the_loss_of_a_machine_names_the_checkpoint_or_says_that_there_is_none(tmp_path: Path) -> None:
+    error = MachineError("machine 10.0.0.2 died during the run")
+    with pytest.raises(MachineError) as caught, naming_checkpoint(tmp_path):
+        raise error
+    assert str(caught.value) == f"{error}; there is no checkpoint yet: start again with the same command"
+    (tmp_path / "step_000010").mkdir()
+    with pytest.raises(MachineError) as caught, naming_checkpoint(tmp_path):
         raise error
     assert str(caught.value) == f"{error}; {tmp_path}/step_000010 is complete: resume from it with --ckpt.load_enable"
 
