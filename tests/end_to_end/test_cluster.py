@@ -57,9 +57,13 @@ def test_a_bug_in_an_actor_keeps_its_traceback() -> None:
 
 
 def test_a_runs_own_ray_has_no_dashboard_whose_agent_would_serve_ports() -> None:
-    commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
-    (agent,) = [words for words in commands if any(word.endswith("dashboard/agent.py") for word in words)]
-    assert "--minimal" in agent
+    processes = psutil.Process().children(recursive=True)
+    (raylet,) = [process for process in processes if process.name() == "raylet"]
+    (agent,) = [word for word in raylet.cmdline() if word.startswith("--dashboard_agent_command=")]
+    assert "--minimal" in agent.split()
+    agents = [process for process in processes if "DashboardAgent" in " ".join(process.cmdline())]
+    open_ports = [port for process in agents for port in process.net_connections() if port.status == "LISTEN"]
+    assert not open_ports
     assert get_dashboard_dependency_error is ray._private.utils.get_dashboard_dependency_error, "as it was"
 
 

@@ -144,7 +144,6 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     temporary = ExitStack()
     if not joins:
         temporary.enter_context(_workers_of_equal_priority())
-        temporary.enter_context(_without_dashboard())
     folder = temporary.enter_context(scratch.scratch())
     temporary.enter_context(fork_server.fork_server(folder))
     before = set(psutil.Process().children())
@@ -154,16 +153,19 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
             if joins:
                 ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
             else:
-                ray.init(
-                    # Otherwise Ray joins any cluster that `ray start` has left on this machine.
-                    address="local",
-                    num_cpus=num_cpus or os.cpu_count(),
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    # Ray makes this folder and all in it accessible to every user of the machine, even sockets.
-                    _temp_dir=str(folder / "r"),
-                )
+                with _without_dashboard():
+                    ray.init(
+                        # Otherwise Ray joins any cluster that `ray start` has left on this machine.
+                        address="local",
+                        num_cpus=num_cpus or os.cpu_count(),
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level=logging.ERROR,
+                        # Ray makes this folder and all in it accessible to every user of the machine, even sockets.
+                        _temp_dir=str(folder / "r"),
+                        # Otherwise the agent serves Ray's metrics on all addresses.
+                        _system_config={"enable_metrics_collection": False},
+                    )
             stops.install_handlers()
             processes = _new_children(before)
     except SystemExit:  # from Ray's signal handler, before ours are installed
@@ -199,7 +201,7 @@ def _workers_of_equal_priority() -> Iterator[None]:
 @contextmanager
 def _without_dashboard() -> Iterator[None]:
     """Let Ray start as if the packages of its dashboard, which `ray job submit` needs on a cluster, were not installed:
-    its agent would serve more ports, beyond the loopback, and nobody asks them. Ray has no setting for it."""
+    its agent would serve jobs and logs, and nobody asks it. Ray has no setting for it."""
     import ray
 
     error = ImportError("a run's own Ray has no dashboard")
