@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from PIL.Image import Resampling
@@ -105,13 +104,9 @@ class SmolVlmProcessor(TiledProcessor):
 def load(
     path: str, *, config: PretrainedConfig, min_pixels: int, max_pixels: int, trust_remote_code: bool
 ) -> SmolVlmProcessor:
-    """Load the processor of a SmolVLM2 model. Raises ConfigError without the package that Transformers needs for it."""
+    """Load the processor of a SmolVLM2 model."""
     from transformers import AutoProcessor
 
-    if find_spec("num2words") is None:
-        raise ConfigError(
-            f"{path} is a SmolVLM, whose processor in Transformers needs the package num2words: pip install num2words"
-        )
     processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     return SmolVlmProcessor(
         processor,

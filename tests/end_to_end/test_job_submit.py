@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +25,7 @@ from vlmrl.system import fork_server
 BIN = Path(sys.executable).parent
 KEPT = 2
 
-pytestmark = [
-    pytest.mark.prove,
-    pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="ray[default] is not installed: make setup"),
-]
+pytestmark = pytest.mark.prove
 
 
 class Cluster(NamedTuple):

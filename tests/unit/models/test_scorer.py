@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -34,10 +33,8 @@ CASES: dict[str, Sequence[tuple[int, Sequence[int]]]] = {
     "mixed": [(0, (4, 9)), (1, (6,)), (3, (2, 5, 11)), (0, (7,)), (2, (0, 3))],
     "groups of eight": [(1, (1, 2, 3, 5, 8, 13, 21, 4)), (0, (6,) * 8)],
 }
-OTHERS: list[Family] = ["glm4v", "internvl", "gemma3"]
-"""Families of images other than Qwen's; Transformers needs a package for SmolVLM's processor."""
-if find_spec("num2words") is not None:
-    OTHERS.append("smolvlm")
+OTHERS: list[Family] = ["glm4v", "internvl", "gemma3", "smolvlm"]
+"""Families of images other than Qwen's."""
 VISION: list[Family] = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5", "qwen3_vl_moe", *OTHERS]
 RUNS: list[tuple[Family, str, bool]] = [
     *(("qwen2_5_vl", case, False) for case in CASES),
