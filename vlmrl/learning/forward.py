@@ -203,7 +203,7 @@ class ModelForward:
             self.replays_experts = replays
 
     def take_replay_counts(self) -> Tensor:
-        """[2] replayed choices since the last call; see `Backbone.take_replay_counts`."""
+        """[2] replayed choices of the last pass; see `Backbone.take_replay_counts`."""
         return self._module.take_replay_counts()
 
     def share_cache(self, other: ModelForward) -> None:

@@ -61,10 +61,12 @@ class ExpertReplay:
                 f"{self._num_layers} layers with experts: they must be the same model"
             )
         self._experts = experts
+        # Those of passes that nobody asked about, and of checkpointed layers computed again in the backward pass.
+        self._counts = []
 
     def take_counts(self) -> Tensor:
-        """[2] choices of one token in one layer since the last call: those in which the trainer would have taken other
-        experts, and all."""
+        """[2] choices of one token in one layer since the last call, of the last pass only: those in which the trainer
+        would have taken other experts, and all."""
         counts, self._counts = self._counts, []
         return torch.stack(counts).sum(0) if counts else torch.zeros(2)
 

@@ -115,8 +115,8 @@ class Backbone(nn.Module):
         return scatter_scored(values, inputs["scored"])
 
     def take_replay_counts(self) -> Tensor:
-        """[2] replayed choices since the last call: those that replaced another, and all. With a sequence group, those
-        of all its ranks: a collective."""
+        """[2] replayed choices of the last pass, if it was not asked before: those that replaced another, and all. With
+        a sequence group, those of all its ranks: a collective."""
         if self.expert_replay is None:
             return torch.zeros(2)
         counts = self.expert_replay.take_counts().to(self.net.device)

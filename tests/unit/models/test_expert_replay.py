@@ -144,6 +144,24 @@ def test_replay_holds_while_checkpointed_layers_are_computed_again(net: Make, re
     )
 
 
+def test_the_counts_are_of_the_last_pass_only(net: Make, reader: Make, group: Make) -> None:
+    """Not of a pass before it without a gradient, and not of layers that its backward pass computes again."""
+    family = "qwen3_moe"
+    samples = recorded(with_other_routers(net(family)), reader(family), samples_of(group, family))
+    pack = make_pack(samples, range(3), "padded")
+    model = net(family).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer = Scorer(model)
+    inputs = model_inputs(model, reader(family), pack, replays_experts=True)
+    with torch.no_grad():
+        scorer(inputs)
+    num_choices = 2 * sum(len(sample.tokens) - 1 for sample in samples)
+    for _ in range(2):
+        output = scorer(inputs)
+        assert scorer.take_replay_counts()[1] == num_choices
+        output.logprobs.sum().backward()
+
+
 def test_experts_of_another_model_are_refused(net: Make, reader: Make, group: Make) -> None:
     (sample,) = samples_of(group, "qwen3_moe")[2:]
     experts = np.zeros((len(sample.tokens), 5, 2), dtype=np.uint8)
