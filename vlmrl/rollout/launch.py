@@ -46,7 +46,7 @@ _CPU_BLOCK = 32
 full blocks, and each prefills the rest. With vLLM's default of 128, eight prompts of 234 tokens with eight responses
 each prefilled 7900 tokens instead of 2400, and a rollout took 2.5 s instead of 1.95 (two cores, 13M model).
 """
-_IN_FULL = ("*visual*", "*vision*", "*projector*", "*merger*")
+_IN_FULL = ("*visual*", "*vision*", "*projector*", "*connector*", "*merger*")
 """Names of layers in vLLM's models that `vllm.quantization` leaves as they are, as patterns."""
 _LESS_MEMORY = "if memory has run out, lower --vllm.gpu_memory_utilization, or on CPU --vllm.cpu_kv_cache_gib"
 OUTPUT_DELAY_S = 0.5
