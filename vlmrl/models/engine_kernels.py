@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.kind import read_config
+from vlmrl.models.kind import EXPERT_COUNTS, read_config
 from vlmrl.plugins import MODEL_FLAG, Processor
 
 _LINEAR_ATTENTION = "linear_attention"
 """Layer type of the gated delta rule, in Transformers' configurations."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Number of experts, by Transformers' configurations."""
 _CPU_CHANNELS = (64, 128)
 """Channels of a head, of keys and values alike, that vLLM's kernel for CPUs takes."""
 
@@ -52,7 +50,7 @@ def check_quantization(
             f"vllm.quantization {quantization} needs CUDA: vLLM has no such kernel for CPUs: leave it out"
         )
     config = read_config(path, trust_remote_code=trust_remote_code, flag=flag).get_text_config()
-    if any(getattr(config, name, None) for name in _EXPERTS):
+    if any(getattr(config, name, None) for name in EXPERT_COUNTS):
         raise ConfigError(
             f"vllm.quantization {quantization} with {path}: quantized experts cannot be read back after a weight sync: "
             "leave it out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from vlmrl.errors import ConfigError
 from vlmrl.models.expert_settings import NO_EXPERTS
+from vlmrl.models.kind import EXPERT_COUNTS
 from vlmrl.models.sequence import SequenceGroup, SequenceShard
 
 Implementation = Literal["auto", "eager", "batched_mm", "grouped_mm"]
@@ -20,13 +22,36 @@ Implementation = Literal["auto", "eager", "batched_mm", "grouped_mm"]
 
 def routers(net: nn.Module) -> list[nn.Module]:
     """Return the modules that choose experts, in the order of the layers: those whose logits Transformers records."""
-    kinds: set[type] = set()
-    for module in net.modules():
-        if isinstance(module, PreTrainedModel):
-            recorder: Any = (module._can_record_outputs or {}).get("router_logits")
-            if isinstance(recorder, OutputRecorder):
-                kinds.add(recorder.target_class)
-    return [module for module in net.modules() if type(module) in kinds]
+    return [module for module, _ in _recorded(net, "", [])]
+
+
+def _recorded(module: nn.Module, name: str, recorders: list[OutputRecorder]) -> list[tuple[nn.Module, int]]:
+    """Return the modules whose logits Transformers records, each with their place in a tuple of outputs.
+
+    `name` and `recorders` are those of the model around `module`, whose parts may be models with recorders of their
+    own. The rules are those of `transformers.utils.output_capturing`.
+    """
+    if isinstance(module, PreTrainedModel):
+        given: Any = (module._can_record_outputs or {}).get("router_logits") or []
+        recorders = [_recorder(spec) for spec in (given if isinstance(given, list) else [given])]
+    own = [(module, recorder.index) for recorder in recorders if _is_recorded(recorder, module, name)]
+    for key, part in module.named_children():
+        own += _recorded(part, f"{name}.{key}", recorders)
+    return own
+
+
+def _recorder(spec: Any) -> OutputRecorder:
+    if isinstance(spec, OutputRecorder):
+        return spec
+    kind, name = (None, spec) if isinstance(spec, str) else (spec, None)
+    return OutputRecorder(kind, index=1, class_name=name)
+
+
+def _is_recorded(recorder: OutputRecorder, module: nn.Module, name: str) -> bool:
+    is_kind = recorder.target_class is not None and isinstance(module, recorder.target_class)
+    if not is_kind and (recorder.class_name is None or not name.endswith(recorder.class_name)):
+        return False
+    return recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f"{name}."
 
 
 @contextmanager
@@ -56,18 +81,25 @@ class RouterLogits:
     """The logits of all routers in the model's last pass with a gradient."""
 
     def __init__(self, net: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
-        """`sequence`: ranks that share the tokens of every pass. Raises ConfigError when the model has no experts."""
-        found = routers(net)
+        """`sequence`: ranks that share the tokens of every pass. Raises ConfigError when the model has no experts,
+        or its configuration does not say how many."""
+        found = _recorded(net, "", [])
         if not found:
             raise ConfigError(NO_EXPERTS.format("actor.aux_loss_coef"))
-        self.top_k = int(net.config.get_text_config().num_experts_per_tok)
+        text = net.config.get_text_config()
+        self._num_experts = next((getattr(text, key) for key in EXPERT_COUNTS if getattr(text, key, None)), None)
+        top_k = getattr(text, "num_experts_per_tok", None)
+        if self._num_experts is None or top_k is None:
+            missing = "no num_experts_per_tok" if self._num_experts else f"none of {', '.join(EXPERT_COUNTS)}"
+            raise ConfigError(f"actor.aux_loss_coef: {text.model_type}'s configuration has {missing}: leave it out")
+        self.top_k = int(top_k)
         self._sequence = sequence
         self._logits: list[Tensor] = []
         self._shape = (0, 0)
         self._is_recording = False
         net.base_model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        for router in found:
-            router.register_forward_hook(self._record)
+        for router, index in found:
+            router.register_forward_hook(partial(self._record, index))
 
     def take(self, is_token: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [L, N, E], and `is_token` [B, T] for the same N positions: the model may have seen more
@@ -86,8 +118,17 @@ class RouterLogits:
             self._logits, self._is_recording = [], True
             self._shape = tuple(inputs["input_ids"].shape)
 
-    def _record(self, router: nn.Module, args: Any, output: Any) -> None:
+    def _record(self, index: int, router: nn.Module, args: Any, output: Any) -> None:
+        """Raises ConfigError when the output is no logits of the model's experts."""
         # Not when a checkpointed layer is computed again in the backward pass, after `take`.
-        del router, args
-        if self._is_recording and torch.is_grad_enabled():
-            self._logits.append(output[0] if isinstance(output, tuple) else output)
+        del args
+        if not self._is_recording or not torch.is_grad_enabled():
+            return
+        logits = output[index] if isinstance(output, tuple) else output
+        is_tensor = isinstance(logits, Tensor) and logits.is_floating_point()
+        if not is_tensor or logits.shape[-1] != self._num_experts:
+            raise ConfigError(
+                f"actor.aux_loss_coef: the routers of this model ({type(router).__name__}) give no logits of its "
+                f"{self._num_experts} experts: leave it out"
+            )
+        self._logits.append(logits)

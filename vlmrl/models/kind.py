@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 CLASSIFIER = "ForSequenceClassification"
 """End of the names of architectures with a score layer in place of the output layer."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts of a layer in Transformers' configurations of language models."""
 
 
 def has_score_layer(config: PretrainedConfig) -> bool:

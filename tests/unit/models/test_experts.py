@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vlmrl.algorithms.load_balance import load_balance_loss
 from vlmrl.config.actor import Model
@@ -91,6 +91,63 @@ def test_the_balance_is_that_of_the_models_own_output(net: Make, reader: Make, g
 def test_a_model_without_experts_has_nothing_to_balance(net: Make) -> None:
     with pytest.raises(ConfigError, match=r"actor\.aux_loss_coef is for mixtures of experts"):
         RouterLogits(net("qwen3"))
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+SIZES |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 8, "moe_intermediate_size": 16}
+GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+RANKS = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+JAMBA = {"num_experts": 4, "use_mamba_kernels": False, "attn_layer_period": 1, "attn_layer_offset": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "number"),
+    [
+        ("mixtral", {"num_local_experts": 4}, 2),
+        ("olmoe", {"num_experts": 4}, 2),
+        ("granitemoe", {"num_local_experts": 4}, 2),
+        ("phimoe", {"num_local_experts": 4}, 2),
+        ("jamba", JAMBA | {"expert_layer_period": 1, "expert_layer_offset": 0}, 2),
+        ("jamba", JAMBA | {"expert_layer_period": 2, "expert_layer_offset": 1}, 1),
+        ("glm4_moe", GROUPS, 2),
+        ("deepseek_v3", GROUPS | RANKS, 2),
+    ],
+)
+def test_logits_of_other_models_are_those_that_transformers_records(
+    kind: str, sizes: dict[str, Any], number: int
+) -> None:
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | sizes)).eval()
+    ids = torch.arange(16)[None]
+    theirs = net.base_model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits
+    recorded = RouterLogits(net)
+    net.base_model(input_ids=ids, use_cache=False)
+    logits, _ = recorded.take(torch.ones_like(ids, dtype=torch.bool))
+    assert len(routers(net)) == number
+    assert logits.requires_grad
+    torch.testing.assert_close(logits, torch.stack([rows.flatten(0, -2) for rows in theirs]))
+
+
+@pytest.mark.parametrize("output", [lambda logits: logits.long(), lambda logits: logits[:, :2], lambda logits: None])
+def test_routers_without_logits_of_all_experts_are_refused(net: Make, output: Callable[[Any], Any]) -> None:
+    model = net("qwen3_moe")
+    routers(model)[1].register_forward_hook(lambda module, args, given: (output(given[0]), *given[1:]))
+    RouterLogits(model)
+    with pytest.raises(ConfigError, match=r"actor\.aux_loss_coef: the routers .* no logits of its 4 experts"):
+        model.base_model(input_ids=torch.arange(20)[None])
+
+
+def test_a_configuration_that_does_not_count_experts_is_refused(net: Make) -> None:
+    model = net("qwen3_moe")
+    model.config.num_experts = 0
+    with pytest.raises(ConfigError, match=r"qwen3_moe's configuration has none of num_experts, num_local"):
+        RouterLogits(model)
 
 
 # ---------------------------------------------------------------- settings
