@@ -27,7 +27,7 @@ def load_balance_loss(
 
     Args:
         logits: the routers' logits of L layers, N positions and E experts.
-        is_token: False on padding; at least one is True.
+        is_token: False on padding and fillers. Without a token, the loss is 0 and so is its gradient.
         add_up: sums a tensor over ranks that have different tokens of the same rows.
     """
     real = logits[:, is_token].flatten(0, 1).float()
@@ -35,4 +35,5 @@ def load_balance_loss(
     chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(top_k).indices, 1.0)
     sums = torch.stack([chosen.sum(0), probabilities.sum(0), torch.full_like(real[:0].sum(0), len(real))])
     chosen_sum, probability_sum, number = sums if add_up is None else add_up(sums)
+    number = number.clamp(min=1)
     return real.shape[1] * (chosen_sum / number * probability_sum / number).sum()

@@ -21,7 +21,7 @@ from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
-from vlmrl.data.packing import Pack, place
+from vlmrl.data.packing import FILLER, Pack, place
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.learning.checkpoint import Adapted, load_state, save_state
 from vlmrl.learning.checkpoint_checksums import find_damage
@@ -71,6 +71,8 @@ class TrainableModel:
     """Section of its settings."""
     _forward: ModelForward
     _engine: Any
+    _num_balanced: float
+    """Packs of the step on all ranks that have more than fillers."""
 
     def __init__(
         self,
@@ -193,26 +195,30 @@ class TrainableModel:
         """Metrics of a pack, from the sums of its `PackLoss` and its `share` of the loss."""
         raise NotImplementedError
 
-    def _backward(self, loss: PackLoss, pack: Pack, *, number: int, of: int) -> dict[str, Metric]:
+    def _backward(self, loss: PackLoss, pack: Pack, *, number: int, of: Sequence[Pack]) -> dict[str, Metric]:
         """Run the backward pass of pack `number` (from 1) `of` this rank's in the step; returns its metrics. Transfers
-        from the device once, before the pass.
+        from the device once, before the pass. With a load balance loss, the first of a step is a collective.
 
         Raises VlmrlError when the loss is not finite.
         """
         share, sums = loss
         balance = self._load_balance(pack)
         if balance is not None:
-            sums = sums | {"aux_loss": balance.detach()}
+            sums = sums | {"aux_loss": balance.detach(), "balanced": torch.tensor(_has_data(pack), device=self._device)}
         numbers = torch.stack([share.detach().double(), *(value.double() for value in sums.values())]).tolist()
         values = dict(zip(["share", *sums], numbers, strict=True))
         if not math.isfinite(values["share"]):
             raise VlmrlError(f"the loss of optimizer step {self._step_number} is {values['share']}: {self._hint}")
         # DeepSpeed averages gradients over ranks, but the shares of the ranks add up to the loss.
-        self._engine.set_gradient_accumulation_boundary(number == of)
+        self._engine.set_gradient_accumulation_boundary(number == len(of))
         total = share * self._world_size
         if balance is not None:
-            # Not a sum over tokens: the loss of a pack, of which the mean is taken over packs and groups of ranks.
-            total = total + self._model.aux_loss_coef * self._ds.sequence_parallel_size / of * balance
+            # Not a sum over tokens: the loss of a pack, of which the mean is taken over packs and groups of ranks,
+            # without packs of fillers.
+            if number == 1:
+                self._num_balanced = self._sum_over_ranks([sum(map(_has_data, of))])[0]
+            weight = self._world_size * self._ds.sequence_parallel_size / max(self._num_balanced, 1.0)
+            total = total + self._model.aux_loss_coef * weight * balance
         self._engine.backward(total)
         # Shares add up over packs and groups of ranks with the same packs, of which one rank each reports. The mean is
         # over groups and steps, so `_step` adds the weight, once.
@@ -220,10 +226,11 @@ class TrainableModel:
         return {f"{self._area}/loss": Mean(values["share"] * num_groups, 0.0), **self._pack_metrics(values, pack)}
 
     def _load_balance(self, pack: Pack) -> Tensor | None:
-        """The auxiliary loss of the last pass; None without experts to balance."""
+        """The auxiliary loss of the last pass, over tokens that are no filler's; None without experts to balance."""
         if self._router_logits is None:
             return None
-        is_token = self._place(pack, [np.ones(len(s.tokens), dtype=np.bool_) for s in pack.samples], fill=False)
+        marks = [np.full(len(s.tokens), i != FILLER) for i, s in zip(pack.ids, pack.samples, strict=True)]
+        is_token = self._place(pack, marks, fill=False)
         logits, is_token = self._router_logits.take(is_token)
         add_up = None if self._sequence is None else partial(sum_once, group=self._sequence)
         return load_balance_loss(logits, is_token, top_k=self._router_logits.top_k, add_up=add_up)
@@ -290,6 +297,11 @@ class TrainableModel:
     @property
     def _hint(self) -> str:
         return f"lower --{self._section}.adam.lr, or look for bad rows in the data of that step"
+
+
+def _has_data(pack: Pack) -> bool:
+    """Whether a pack has more than fillers."""
+    return any(i != FILLER for i in pack.ids)
 
 
 def _adapt(net: PreTrainedModel, plan: AdapterPlan, model: Model, ds: Ds) -> Adapted:

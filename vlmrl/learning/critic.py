@@ -72,8 +72,9 @@ class Critic(TrainableModel):
     def _update_once(self, packs: Sequence[tuple[Pack, Experience]], total: Totals) -> dict[str, Metric]:
         self._set_progress(packs[0][1].span)
         shares, moments = [], torch.zeros(len(_MOMENTS), dtype=torch.float64)
+        of_rank = [pack for pack, _ in packs]
         for n, (pack, experience) in enumerate(packs, start=1):
-            shares.append(self._backward(self._value_loss(pack, experience, total), pack, number=n, of=len(packs)))
+            shares.append(self._backward(self._value_loss(pack, experience, total), pack, number=n, of=of_rank))
             moments += _moments(experience)
         explained = explained_variance(*self._sum_over_ranks(moments.tolist()))
         variance: dict[str, Metric] = {} if explained is None else {"value/explained_variance": Mean(explained)}

@@ -147,8 +147,9 @@ class Policy(PreferenceLearner, WeightSender):
                 metrics[-1] = merge([metrics[-1], counts, {"policy/stopped_early": Max(1.0)}])
                 break
             self._set_progress(packs[0][1].span)
+            of_rank = [pack for pack, _ in packs]
             shares = [
-                self._backward(self._policy_loss(pack, experience, total), pack, number=n, of=len(packs))
+                self._backward(self._policy_loss(pack, experience, total), pack, number=n, of=of_rank)
                 for n, (pack, experience) in enumerate(packs, start=1)
             ]
             metrics.append(merge([*shares, self._step()]))
@@ -162,7 +163,7 @@ class Policy(PreferenceLearner, WeightSender):
         """
         with self._optimizer_awake():
             shares = [
-                self._backward(self._likelihood_loss(pack, total), pack, number=n, of=len(packs))
+                self._backward(self._likelihood_loss(pack, total), pack, number=n, of=packs)
                 for n, pack in enumerate(packs, start=1)
             ]
             counts = {} if self._teacher is None else self._teacher.take_counts()
@@ -297,7 +298,7 @@ class Policy(PreferenceLearner, WeightSender):
             "pack/shared_fraction": Mean(pack.num_useful - pack.num_tokens, pack.num_useful),
         }
         if "aux_loss" in sums:
-            metrics["policy/aux_loss"] = Mean(sums["aux_loss"])
+            metrics["policy/aux_loss"] = Mean(sums["aux_loss"], sums["balanced"])
         if "experts_chosen" in sums:
             metrics["policy/experts_replaced"] = Mean(sums["experts_differing"], sums["experts_chosen"])
         if "chosen" in sums:

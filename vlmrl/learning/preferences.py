@@ -31,7 +31,7 @@ class PreferenceLearner(TrainableModel):
         """
         with self._optimizer_awake():
             shares = [
-                self._backward(self._preference_loss(pack, step), pack, number=n, of=len(packs))
+                self._backward(self._preference_loss(pack, step), pack, number=n, of=packs)
                 for n, pack in enumerate(packs, start=1)
             ]
             return merge([*shares, self._step()])

@@ -76,7 +76,7 @@ class RewardTrainer(TrainableModel):
         """
         with self._optimizer_awake():
             shares = [
-                self._backward(self._pair_loss(pack, margins), pack, number=n, of=len(packs))
+                self._backward(self._pair_loss(pack, margins), pack, number=n, of=packs)
                 for n, pack in enumerate(packs, start=1)
             ]
             return merge([*shares, self._step()])
@@ -93,7 +93,7 @@ class RewardTrainer(TrainableModel):
         num_steps = sum(int(np.isfinite(row).sum()) for row in labels.values())
         with self._optimizer_awake():
             shares = [
-                self._backward(self._step_loss(pack, labels, num_steps), pack, number=n, of=len(packs))
+                self._backward(self._step_loss(pack, labels, num_steps), pack, number=n, of=packs)
                 for n, pack in enumerate(packs, start=1)
             ]
             return merge([*shares, self._step()])
@@ -170,7 +170,7 @@ class RewardTrainer(TrainableModel):
             "rm/accuracy": Mean(sums["correct"], sums.get("pairs", sums.get("steps", 0.0))),
         }
         if "aux_loss" in sums:
-            metrics["rm/aux_loss"] = Mean(sums["aux_loss"])
+            metrics["rm/aux_loss"] = Mean(sums["aux_loss"], sums["balanced"])
         if "pairs" in sums:
             metrics |= {
                 "rm/difference": Mean(sums["difference"], sums["pairs"]),

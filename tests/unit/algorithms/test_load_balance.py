@@ -47,3 +47,12 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(top_k: int) -> None
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
     for mine, other in zip(torch.autograd.grad(ours, layers), slopes, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
+
+
+def test_without_a_token_the_loss_and_its_gradient_are_zero() -> None:
+    logits = torch.randn(2, 3, 4, requires_grad=True)
+    loss = load_balance_loss(logits, torch.zeros(3, dtype=torch.bool), top_k=2)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad is not None
+    assert not logits.grad.any()

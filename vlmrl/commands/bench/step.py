@@ -246,7 +246,7 @@ class TimedPolicy(Policy):
             return super()._policy_loss(pack, experience, total)
 
     def _backward(
-        self, loss: tuple[Tensor, dict[str, Tensor]], pack: Pack, *, number: int, of: int
+        self, loss: tuple[Tensor, dict[str, Tensor]], pack: Pack, *, number: int, of: Sequence[Pack]
     ) -> dict[str, Metric]:
         with self.clock("backward"):
             return super()._backward(loss, pack, number=number, of=of)
