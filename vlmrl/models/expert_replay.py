@@ -74,6 +74,11 @@ class ExpertReplay:
         del args
         if self._experts is None:
             return None
+        if not _has_choice(output):
+            raise ConfigError(
+                f"algo.routing_replay: the routers of this model ({type(router).__name__}) do not give logits, weights "
+                "and chosen experts: turn it off"
+            )
         logits, scores, own = output
         if layer not in self._normalizes:
             self._normalizes[layer] = _normalizes(router, logits, scores, own)
@@ -85,6 +90,14 @@ class ExpertReplay:
             differs = (chosen.sort(-1).values != own.sort(-1).values).any(-1)
             self._counts.append(torch.stack([differs.sum(), is_given.sum()]).float())
         return logits, _weights(logits, chosen, normalizes=self._normalizes[layer]).to(scores.dtype), chosen
+
+
+def _has_choice(output: Any) -> bool:
+    """Whether a router gives logits, weights and chosen experts, in this order."""
+    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(part, Tensor) for part in output):
+        return False
+    logits, scores, own = output
+    return logits.is_floating_point() and scores.is_floating_point() and not own.is_floating_point()
 
 
 def _weights(logits: Tensor, chosen: Tensor, *, normalizes: bool) -> Tensor:

@@ -92,6 +92,10 @@ class RouterLogits:
         if self._num_experts is None or top_k is None:
             missing = "no num_experts_per_tok" if self._num_experts else f"none of {', '.join(EXPERT_COUNTS)}"
             raise ConfigError(f"actor.aux_loss_coef: {text.model_type}'s configuration has {missing}: leave it out")
+        if any(name.endswith("e_score_correction_bias") for name, _ in net.named_buffers()):
+            raise ConfigError(
+                f"actor.aux_loss_coef: {text.model_type} evens its experts by a bias instead: leave it out"
+            )
         self.top_k = int(top_k)
         self._sequence = sequence
         self._logits: list[Tensor] = []

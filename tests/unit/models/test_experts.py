@@ -17,6 +17,7 @@ from vlmrl.config.ds import Ds
 from vlmrl.data.packing import Pack, make_pack, place
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import PACKED
+from vlmrl.models.expert_replay import ExpertReplay
 from vlmrl.models.expert_settings import check_experts
 from vlmrl.models.experts import RouterLogits, plain_experts, routers, use_experts
 from vlmrl.models.inputs import model_inputs
@@ -116,8 +117,6 @@ JAMBA = {"num_experts": 4, "use_mamba_kernels": False, "attn_layer_period": 1, "
         ("phimoe", {"num_local_experts": 4}, 2),
         ("jamba", JAMBA | {"expert_layer_period": 1, "expert_layer_offset": 0}, 2),
         ("jamba", JAMBA | {"expert_layer_period": 2, "expert_layer_offset": 1}, 1),
-        ("glm4_moe", GROUPS, 2),
-        ("deepseek_v3", GROUPS | RANKS, 2),
     ],
 )
 def test_logits_of_other_models_are_those_that_transformers_records(
@@ -132,6 +131,22 @@ def test_logits_of_other_models_are_those_that_transformers_records(
     assert len(routers(net)) == number
     assert logits.requires_grad
     torch.testing.assert_close(logits, torch.stack([rows.flatten(0, -2) for rows in theirs]))
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("glm4_moe", GROUPS), ("deepseek_v3", GROUPS | RANKS)])
+def test_models_that_even_their_experts_by_a_bias_are_refused(kind: str, sizes: dict[str, Any]) -> None:
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | sizes))
+    with pytest.raises(ConfigError, match=f"aux_loss_coef: {kind} evens its experts by a bias"):
+        RouterLogits(net)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("granitemoe", {"num_local_experts": 4}), ("glm4_moe", GROUPS)])
+def test_routers_whose_choice_cannot_be_replaced_are_refused(kind: str, sizes: dict[str, Any]) -> None:
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | sizes))
+    ids = torch.arange(16)[None]
+    ExpertReplay(net).use(torch.zeros(1, 16, len(routers(net)), 2, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"algo\.routing_replay: the routers of this model"):
+        net.base_model(input_ids=ids, use_cache=False)
 
 
 @pytest.mark.parametrize("output", [lambda logits: logits.long(), lambda logits: logits[:, :2], lambda logits: None])
