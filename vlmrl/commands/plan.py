@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,37 +13,35 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from vlmrl.cluster.placement import plan as place
-from vlmrl.cluster.roles import plan_arguments
 from vlmrl.cluster.session import Node, Session
-from vlmrl.commands.memory import GIB, Machine, MemoryPlan, memory_plan, memory_table, this_machine
+from vlmrl.commands.hardware import check_hardware
+from vlmrl.commands.memory import GIB, Machine, memory_plan, memory_table, this_machine
+from vlmrl.commands.plan_estimates import Planner, cache_bytes
+from vlmrl.commands.preflight import actor_adapter_plan
 from vlmrl.config.load import load
 from vlmrl.config.names import setting_value
-from vlmrl.config.plan import SEARCHED, PlanConfig
+from vlmrl.config.plan import PlanConfig
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.configured import ConfiguredModels
 from vlmrl.observe.sinks import read_metrics
-from vlmrl.plan.costs import ModelCosts
 from vlmrl.plan.fit import Measured, fitted
 from vlmrl.plan.known import model_folder
 from vlmrl.plan.measured import measured_run
 from vlmrl.plan.picture import draw
-from vlmrl.plan.placements import Cluster, Found, Settings, search
-from vlmrl.plan.planner import costs_of, heads_of, image_sizes, nested, with_settings, workload_of
+from vlmrl.plan.placements import Cluster, Found, Settings
+from vlmrl.plan.planner import (
+    costs_of,
+    image_sizes,
+    nested,
+    workload_of,
+)
 from vlmrl.plan.rates import CPU, Rates, gpu_of, rates_of
 from vlmrl.plan.shapes import hub_id
-from vlmrl.plan.step import Step, step_of
-from vlmrl.plan.workload import Workload
 from vlmrl.system.plain_text import print_line
 from vlmrl.system.scratch import scratch
 from vlmrl.system.storage import writing
 
-_ONLY_GPUS = (
-    *("vllm.enable_sleep", "vllm.sync_backend", "vllm.gpu_memory_utilization"),
-    *("ds.enable_sleep", "ds.adam_offload"),
-)
-"""Settings that a plan for a CPU leaves out."""
 _ADVICE = {
     "compute": "more or faster GPUs would help, or fewer tokens",
     "memory bandwidth": "more responses decoded together would use it better: more KV cache, or fewer engines",
@@ -60,90 +58,6 @@ _REMEDIES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Planner:
-    """Estimates of placements of one run."""
-
-    config: RlConfig
-    """The given settings; the model is a folder that can be read."""
-    machine: Machine
-    session: Session
-    """The GPUs, for the placement of roles."""
-    models: ConfiguredModels
-    costs: ModelCosts
-    critic: ModelCosts | None
-    workload: Workload
-    rates: Rates
-
-    def configured(self, settings: Settings) -> RlConfig:
-        """Return the run in this placement, without checks."""
-        chosen = dict(settings)
-        if self.machine.device == "cpu":
-            chosen = {name: value for name, value in chosen.items() if name not in _ONLY_GPUS}
-        if self.config.has_critic and chosen.get("train.colocate_all") is not True:
-            chosen |= {"train.colocate_actor_critic": True}
-        if self.config.has_reference:
-            chosen |= {f"ref.{name}": chosen[f"actor.{name}"] for name in ("num_nodes", "num_gpus_per_node")}
-        return with_settings(self.config, chosen)
-
-    def memory(self, settings: Settings) -> MemoryPlan:
-        """Estimate the memory of a placement."""
-        return memory_plan(self.configured(settings), self.machine, self.models)
-
-    def step(self, settings: Settings) -> Step:
-        """Count the step of a placement."""
-        config = self.configured(settings)
-        cache = _cache_bytes(self.memory(settings))
-        return step_of(
-            config,
-            self.costs,
-            self.workload,
-            cache_bytes=cache,
-            device=self.machine.device,
-            critic=self.critic,
-        )
-
-    def seconds(self, settings: Settings) -> float:
-        """Estimate the time of a step."""
-        return self.step(settings).seconds(self.rates)
-
-    def fits(self, settings: Settings) -> bool:
-        """Whether a placement fits into memory."""
-        try:
-            self.memory(settings).check()
-        except ClusterError:
-            return False
-        return True
-
-    def agrees(self, settings: Settings) -> bool:
-        """Whether `vlmrl rl` accepts the settings of a placement, and all its roles find GPUs."""
-        try:
-            config = RlConfig.model_validate(nested(self.yaml_settings(settings)))
-            place(**plan_arguments(config, self.session))
-        except (ClusterError, ValidationError):
-            return False
-        return True
-
-    def yaml_settings(self, settings: Settings) -> dict[str, Any]:
-        """Return the given and the chosen settings, by full names; those that the run does not read are left out."""
-        config = self.configured(settings)
-        names = [name for name in RlConfig.settings() if _is_set(config, name)]
-        unread = config.unread()
-        return {name: setting_value(config, name) for name in names if name not in unread}
-
-    def search(self, cluster: Cluster, fixed: Settings) -> list[Found]:
-        """Return the placements that fit, the fastest first."""
-        return search(
-            cluster,
-            heads=heads_of(self.config),
-            reference=self.config.has_reference,
-            fixed=fixed,
-            seconds=self.seconds,
-            fits=self.fits,
-            agrees=self.agrees,
-        )
-
-
 def plan(config: PlanConfig) -> None:
     """Print the plan, and write its settings and picture.
 
@@ -155,11 +69,10 @@ def plan(config: PlanConfig) -> None:
     cluster = Cluster(settings.gpus, settings.gpus_per_node)
     with scratch() as folder:
         given = {name: value for name, value in config.given().items() if name != "actor.model_name_or_path"}
-        fixed = {name: value for name, value in given.items() if name in SEARCHED}
         planner = make_planner(config, folder)
-        found = planner.search(cluster, fixed)
+        found = planner.search(cluster, given)
         if not found:
-            raise ClusterError(_nothing_fits(config, planner, folder, cluster, fixed))
+            raise ClusterError(_nothing_fits(config, planner, folder, cluster, given))
         best = found[: settings.alternatives]
         console = Console()
         _print(console, config, planner, best)
@@ -191,11 +104,12 @@ def make_planner(config: PlanConfig, folder: Path, changes: Mapping[str, Any] | 
         raise ConfigError(f"the settings of the run contradict each other: {error.errors()[0]['msg']}") from None
     models = ConfiguredModels()
     _, processor = models.read(run.actor.model_name_or_path, run)
-    machine = _machine(config)
+    machine, session = _machine(config), _session(config)
+    check_hardware(run, session, actor_adapter_plan(run, processor))
     return Planner(
         run,
         machine,
-        _session(config),
+        session,
         models,
         costs_of(run, models),
         costs_of(run, models, is_critic=True) if run.has_critic else None,
@@ -206,14 +120,18 @@ def make_planner(config: PlanConfig, folder: Path, changes: Mapping[str, Any] | 
 
 def plan_yaml(config: PlanConfig, planner: Planner, place: Found) -> str:
     """Return the settings of a placement as a YAML file for `vlmrl rl`."""
-    settings = planner.yaml_settings(place.settings)
+    settings, comments = planner.yaml_settings(place.settings), []
     for name, value in config.given().items():
         if name.endswith("model_name_or_path") and value is not None:
             settings[name] = hub_id(value)
+            if Path(value).expanduser().is_file():
+                settings[name] = str(Path(value).absolute().parent)
+                comments.append(f"# {name} needs weights and a tokenizer beside the configuration.")
     settings["data.prompt_dataset"] = config.data.prompt_dataset
     lines = [
         f"# vlmrl plan: {_title(config)}, {_label(place)}",
         f"# Estimate, not measured: {place.seconds:.0f} s a step.",
+        *comments,
     ]
     if "data.prompt_dataset" not in config.given():
         lines.append("# The dataset is an example: give your own.")
@@ -272,25 +190,11 @@ def read_run(
         config,
         read_metrics(run / "metrics.jsonl"),
         models,
-        cache_bytes=_cache_bytes(memory_plan(config, machine, models)),
+        cache_bytes=cache_bytes(memory_plan(config, machine, models)),
         device=machine.device,
         patches=patches,
         typical=typical,
     )
-
-
-def _cache_bytes(plan: MemoryPlan) -> float:
-    """Return the KV cache on each GPU of an engine."""
-    engine = next(role for role, _ in plan.roles if role.name == "vllm")
-    return sum(part.num_bytes for part in engine.parts if part.name == "KV cache")
-
-
-def _is_set(config: RlConfig, name: str) -> bool:
-    *sections, last = name.split(".")
-    section: Any = config
-    for part in sections:
-        section = getattr(section, part)
-    return last in section.model_fields_set
 
 
 def _nothing_fits(
@@ -311,7 +215,8 @@ def _nothing_fits(
     for times in (2, 4, 8, 16):
         larger = Cluster(nodes * times * cluster.gpus_per_node, cluster.gpus_per_node)
         node = replace(planner.session.nodes[0], num_gpus=larger.gpus_per_node)
-        if replace(planner, session=Session((node,) * larger.nodes)).search(larger, fixed):
+        machine = replace(planner.machine, host_bytes=planner.machine.host_bytes / cluster.nodes * larger.nodes)
+        if replace(planner, session=Session((node,) * larger.nodes), machine=machine).search(larger, fixed):
             would.append(f"{larger.gpus} of these GPUs")
             break
     advice = f"what would fit: {', or '.join(would)}" if would else "give fewer of the settings that it chooses"

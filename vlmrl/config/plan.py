@@ -16,14 +16,6 @@ SHORT = {
     **{f"--{name}": f"--plan.{name}" for name in ("prompt_tokens", "response_tokens", "image_pixels", "runs")},
 }
 """Short flag -> its full name."""
-SEARCHED = (
-    *("actor.num_nodes", "actor.num_gpus_per_node", "actor.gradient_checkpointing_enable"),
-    *("ds.zero_stage", "ds.adam_offload", "ds.enable_sleep", "ds.sequence_parallel_size"),
-    *("train.colocate_all", "train.async_enable", "train.max_tokens_per_gpu"),
-    *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization", "vllm.enable_sleep"),
-    "vllm.sync_backend",
-)
-"""Settings that the plan chooses, unless they are given."""
 
 
 def full_names(words: Sequence[str]) -> list[str]:

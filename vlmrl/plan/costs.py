@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vlmrl.errors import ConfigError
+from vlmrl.models.kind import EXPERT_COUNTS
+
 if TYPE_CHECKING:
     from vlmrl.models.sizes import Sizes
     from vlmrl.plugins import Processor
 
-EXPERT_SETTINGS = ("num_experts", "num_experts_per_tok")
+EXPERT_SETTINGS = (*EXPERT_COUNTS, "num_experts_per_tok")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,5 +170,9 @@ def model_costs(
 
 
 def _experts(size: Sizes, text: Mapping[str, Any]) -> Experts | None:
-    count = text.get("num_experts") or 0
-    return Experts(count, text["num_experts_per_tok"], size.experts) if count else None
+    if not size.experts:
+        return None
+    count, chosen = next(filter(None, map(text.get, EXPERT_COUNTS)), None), text.get("num_experts_per_tok")
+    if count is None or chosen is None:
+        raise ConfigError("actor.model_name_or_path: this model has experts, and its configuration says not how many")
+    return Experts(count, chosen, size.experts)

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from vlmrl.config.actor import Model
+from vlmrl.config.names import is_given, setting_value
 from vlmrl.config.plan import Plan
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import vision_trains
 from vlmrl.models.configured import ConfiguredModels
+from vlmrl.models.load import skeleton
+from vlmrl.models.sequence import check_divisible
 from vlmrl.models.sizes import num_adapter_parameters, with_value_head
 from vlmrl.plan.costs import EXPERT_SETTINGS, ModelCosts, model_costs
+from vlmrl.plan.placements import SEQUENCE_SIZES
 from vlmrl.plan.workload import Workload, response_lengths
 from vlmrl.plugins import Processor
 
@@ -96,15 +100,37 @@ def heads_of(config: RlConfig) -> int:
     return int(text.num_attention_heads)
 
 
+def sequence_sizes(config: RlConfig) -> list[int]:
+    """Return the values of `ds.sequence_parallel_size` that the layers of actor and critic allow."""
+    critic = config.critic.model_name_or_path if config.has_critic else None
+    paths = [path for path in (config.actor.model_name_or_path, critic) if path is not None]
+    nets = [skeleton(path, trust_remote_code=config.actor.trust_remote_code) for path in paths]
+    return [size for size in SEQUENCE_SIZES if all(_can_share(net, size) for net in nets)]
+
+
+def _can_share(net: PreTrainedModel, size: int) -> bool:
+    try:
+        check_divisible(net, size)
+    except ConfigError:
+        return size == 1
+    return True
+
+
+def is_apart(config: RlConfig, colocation: str) -> bool:
+    """Whether the settings give a role GPUs of its own: this colocation is turned off."""
+    return is_given(config, colocation) and not setting_value(config, colocation)
+
+
 def workload_of(config: RlConfig, plan: Plan, processor: Processor) -> Workload:
     """Return the workload of a step, from the lengths of the plan."""
     pixels = min(plan.image_pixels, config.data.max_pixels * config.data.max_images_per_prompt)
     patches, image_tokens = image_sizes(pixels, processor)
     prompt = plan.prompt_tokens or max(config.data.max_len // 2, min(config.data.max_len, image_tokens + 64))
     if prompt < image_tokens:
+        name = "data.max_len" if plan.prompt_tokens is None else "plan.prompt_tokens"
         raise ConfigError(
-            f"plan.prompt_tokens {prompt} is below the {image_tokens} tokens of images of {pixels} pixels: raise it, "
-            "or lower plan.image_pixels"
+            f"{name} {prompt} is below the {image_tokens} tokens of images of {pixels} pixels: raise it, or lower "
+            "plan.image_pixels"
         )
     longest = config.rollout.max_new_tokens
     count = config.rollout.batch_size * config.rollout.n_samples_per_prompt

@@ -161,4 +161,6 @@ def hub_id(name: str) -> str:
         key = name
     elif "-VL-" in key or key.startswith("Llama"):
         key += "-Instruct"
-    return f"{'meta-llama' if key.lower().startswith('llama') else 'Qwen'}/{key}"
+    if key.lower().startswith("llama-3-"):
+        key = f"Meta-{key}"
+    return f"{'meta-llama' if 'llama' in key.lower() else 'Qwen'}/{key}"

@@ -154,7 +154,7 @@ def _rollout(config: RlConfig, costs: ModelCosts, workload: Workload, cache_byte
         prefill["link" if tensor_parallel <= config.actor.num_gpus_per_node else "network"] = reduced
     # The prompt of a group is in the cache once.
     per_response = costs.kv_bytes * (workload.prompt_tokens / workload.responses + workload.lengths[-1])
-    room = math.floor(cache_bytes * tensor_parallel / max(1.0, per_response))
+    room = math.floor(cache_bytes * tensor_parallel * vllm.pipeline_parallel_size / max(1.0, per_response))
     slots = max(1, min(vllm.max_num_seqs or _MOST_SEQUENCES[device], room))
     decoded = decoding(
         costs,

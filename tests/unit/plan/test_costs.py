@@ -102,4 +102,6 @@ def test_names_of_models() -> None:
     assert hub_id("Qwen2.5-VL-72B") == "Qwen/Qwen2.5-VL-72B-Instruct"
     assert hub_id("Qwen3-8B") == "Qwen/Qwen3-8B"
     assert hub_id("./model") == "./model"
+    assert hub_id("Llama-3-8B") == "meta-llama/Meta-Llama-3-8B"
+    assert hub_id("Meta-Llama-3.1-8B") == "meta-llama/Meta-Llama-3.1-8B"
     assert all(published_name(hub_id(name)) == name for name in SHAPES)
