@@ -96,6 +96,7 @@ def command(model: str, out: Path, reward: str) -> list[str]:
     ]
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_with_the_tokens_of_an_unbroken_one(
     tmp_path: Path, tiny_model: Callable[..., str], digits_reward: str

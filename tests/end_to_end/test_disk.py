@@ -47,6 +47,7 @@ def filled(disk: Path, *, leave: int) -> Path:
     return filler
 
 
+@pytest.mark.prove
 def test_a_full_disk_ends_a_run_with_one_line_and_loses_nothing(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
     model = tiny_model("qwen2_5_vl", size="micro")
     with small_disk(tmp_path / "disk", mib=320) as disk:

@@ -94,6 +94,7 @@ def test_a_run_with_adapters_goes_on_with_the_same_tokens_when_its_engines_die(
         assert other["sync/logprob_diff_max"] < 1e-4
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(300)
 def test_an_asynchronous_run_goes_on_when_its_only_engine_dies_and_stops_when_it_dies_too_often(
     tmp_path: Path, tiny_model: Callable[..., str], monkeypatch: pytest.MonkeyPatch

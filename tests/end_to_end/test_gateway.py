@@ -315,7 +315,7 @@ ASYNC = {
 
 
 @pytest.mark.usefixtures("ray_session")
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.prove), True])
 def test_steps_of_an_agent_with_a_client_of_its_own(
     is_async: bool, tmp_path: Path, tiny_model: Callable[..., str]
 ) -> None:
