@@ -12,7 +12,6 @@ from vlmrl.models.engine_kernels import (
     check_engine_images,
     check_engine_kernels,
     check_quantization,
-    check_stages,
 )
 from vlmrl.plugins import processor_of
 
@@ -46,8 +45,6 @@ def _check_no_gpu(config: TrainingConfig | EvalConfig) -> None:
     """Raise ConfigError for settings that need a GPU."""
     if isinstance(config, RlConfig | EvalConfig | SamplingConfig) and config.vllm.enable_sleep:
         raise ConfigError("vllm.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
-    if isinstance(config, RlConfig | EvalConfig | SamplingConfig):
-        check_stages(config.vllm.pipeline_parallel_size)
     if isinstance(config, RlConfig) and config.ds.enable_sleep:
         raise ConfigError("ds.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
     optimizers = {} if isinstance(config, EvalConfig) else {"actor": config.actor.optim}

@@ -57,16 +57,6 @@ def check_quantization(
         )
 
 
-def check_stages(stages: int) -> None:
-    """Raise ConfigError if an engine without a GPU would have stages: vLLM 0.32 starts it and loads its weights, and
-    dies at the first requests (KeyError in its engine core)."""
-    if stages > 1:
-        raise ConfigError(
-            f"vllm.pipeline_parallel_size {stages} needs CUDA: on CPU vLLM dies at the first requests to an engine of "
-            "stages: use vllm.tensor_parallel_size"
-        )
-
-
 def check_engine_images(processor: Processor, image_key: str | None, *, has_gpu: bool) -> None:
     """Raise ConfigError when vLLM would read the model's images with another attention than the trainer.
 

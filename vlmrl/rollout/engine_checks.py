@@ -15,7 +15,6 @@ from vlmrl.models.engine_kernels import (
     check_engine_images,
     check_engine_kernels,
     check_quantization,
-    check_stages,
 )
 from vlmrl.plugins import Processor
 from vlmrl.startup.driver import gpu_problem
@@ -45,8 +44,6 @@ def check_device(*, adapter: AdapterPlan | None, dtype: str) -> None:
 def check_model(settings: EngineSettings, processor: Callable[[], Processor]) -> None:
     """Raise ConfigError when vLLM cannot hold the model as `vllm.qlora_base` says, or lacks a kernel for it here."""
     check_base(settings.vllm)
-    if not torch.cuda.is_available():
-        check_stages(settings.vllm.pipeline_parallel_size)
     check_quantization(
         settings.model,
         settings.vllm.quantization,

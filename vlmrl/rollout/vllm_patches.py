@@ -95,6 +95,23 @@ def _process_and_pack(method: Any, layer: nn.Module) -> None:
     method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
+# ---- stages on CPU
+
+
+def make_stage_inputs(runner: Any) -> None:
+    """Make the buffers in which a stage of a pipeline receives the hidden states of the one before. For CPUs.
+
+    vLLM makes them in a trial run with dummy tokens, which its CPU workers leave out when the size of the KV cache is
+    given: the first request to a second stage then ends the engine.
+    """
+    from vllm.distributed import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
 # ---- adapters on CPU
 
 

@@ -29,7 +29,12 @@ from vlmrl.rollout.expert_recorder import ExpertRecorder
 from vlmrl.rollout.prompt_scores import score_as_sampled
 from vlmrl.rollout.readback import Places, Readback
 from vlmrl.rollout.reports import AdapterDescription, ReadbackPlan, Report
-from vlmrl.rollout.vllm_patches import apply_adapter_by_row, hold_unused_generators, pack_experts_again
+from vlmrl.rollout.vllm_patches import (
+    apply_adapter_by_row,
+    hold_unused_generators,
+    make_stage_inputs,
+    pack_experts_again,
+)
 from vlmrl.system.malloc import keep_memory
 
 
@@ -63,6 +68,7 @@ class WeightReceiver:
             keep_memory()
             hold_unused_generators(self.model_runner)
             pack_experts_again(self.model_runner.get_model())
+            make_stage_inputs(self.model_runner)
             if records_experts:
                 self.vlmrl_experts = ExpertRecorder(self.model_runner, self.model_runner.get_model())
             if self.vllm_config.lora_config is not None:

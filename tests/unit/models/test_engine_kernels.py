@@ -12,7 +12,6 @@ from vlmrl.models.engine_kernels import (
     check_engine_images,
     check_engine_kernels,
     check_quantization,
-    check_stages,
 )
 
 
@@ -53,12 +52,6 @@ def test_fp8_is_refused_on_cpu_and_with_experts(tmp_path: Path) -> None:
         check_quantization(str(tmp_path / "plain"), "fp8", has_gpu=False)
     with pytest.raises(ConfigError, match="quantized experts cannot be read back"):
         check_quantization(str(tmp_path / "experts"), "fp8", has_gpu=True)
-
-
-def test_stages_are_refused_on_cpu() -> None:
-    check_stages(1)
-    with pytest.raises(ConfigError, match=r"^vllm\.pipeline_parallel_size 2 needs CUDA: .* use vllm\.tensor_parallel"):
-        check_stages(2)
 
 
 def test_images_that_attend_both_ways_are_refused_on_a_cpu() -> None:
