@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from vlmrl.system import fork_server, machine, scratch, stops
 from vlmrl.system.stops import Stopped
 
 _REMOVE_S = 10.0
+_HEAD_S = 10.0
+"""Wait for the head of a cluster to answer."""
 _NICENESS = "RAY_worker_niceness"
 """Variable that each of Ray's workers reads when it starts. By default it adds 15 to its niceness."""
 
@@ -119,6 +122,20 @@ def joins_cluster() -> bool:
     return address not in startup.LOCAL_ADDRESSES
 
 
+def _require_head(address: str) -> None:
+    """Raise ClusterError when nobody answers at the address: Ray would try for minutes without a word."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # `auto`, or a name that Ray explains
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_HEAD_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"RAY_ADDRESS {address}: no Ray answers there ({error.strerror or error}): start it with ray start --head, "
+            "or unset RAY_ADDRESS to run on this machine alone"
+        ) from None
+
+
 @contextmanager
 def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine; at the end leave or stop it.
@@ -141,6 +158,8 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     if ray.is_initialized():
         yield _running_session(joins=joins)
         return
+    if joins:
+        _require_head(os.environ["RAY_ADDRESS"])
     temporary = ExitStack()
     if not joins:
         temporary.enter_context(_workers_of_equal_priority())

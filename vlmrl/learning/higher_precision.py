@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from vlmrl.models.experts import plain_experts
 from vlmrl.models.linear_attention import weights_read_by
@@ -36,11 +37,25 @@ def higher_precision(net: nn.Module, to: torch.dtype = torch.float32) -> Iterato
             handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
             handles.append(module.register_forward_hook(hooks.after, prepend=True, always_call=True))
     try:
-        with plain_experts(net) if to == torch.float64 else nullcontext():
+        with _reported_dtype(to), plain_experts(net) if to == torch.float64 else nullcontext():
             yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _reported_dtype(to: torch.dtype) -> Iterator[None]:
+    """Let models report this type as theirs: SmolVLM converts the features of images to it before it places them."""
+    before = PreTrainedModel.__dict__.get("dtype")
+    PreTrainedModel.dtype = property(lambda net: to)
+    try:
+        yield
+    finally:
+        if before is None:
+            del PreTrainedModel.dtype
+        else:
+            PreTrainedModel.dtype = before
 
 
 class _LayerHooks:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,16 @@ def test_a_run_joins_a_cluster_of_which_its_machine_is_a_part(monkeypatch: pytes
         assert session_module.joins_cluster() is joins, address
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     with pytest.raises(ClusterError, match="run the command on a machine of the cluster"), session():
+        pytest.fail("the session has started")
+
+
+def test_a_head_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    message = rf"^RAY_ADDRESS {address}: no Ray answers there \(Connection refused\)"
+    with pytest.raises(ClusterError, match=message), session():
         pytest.fail("the session has started")
 
 
