@@ -138,11 +138,19 @@ def test_verbs_without_checkpoints_are_restarted_as_they_are(environment: dict[s
     assert f"vlmrl {verb} --train.wait_nodes_s 600" in record(environment)
 
 
+@pytest.mark.parametrize(("verb", "waits"), [("eval", True), ("generate", True), ("doctor", False), ("bench", False)])
+def test_only_runs_wait_for_machines(environment: dict[str, str], verb: str, waits: bool) -> None:
+    assert start(environment, verb, "--help").wait(20) == 0
+    flags = "--train.wait_nodes_s 600 --help" if waits else "--help"
+    assert f"vlmrl {verb} {flags}" in record(environment)
+
+
 def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
     for words, changes, line in (
         ([], {}, "give a vlmrl command"),
         (["rl"], {"VLMRL_BIN": "/nowhere"}, "there is no vlmrl in /nowhere"),
         (["rl"], {"ADDRESSES": ""}, "set VLMRL_HEAD_ADDRESS"),
+        (["rl"], {"SLURM_JOB_ID": ""}, "start it with sbatch"),
     ):
         job = start(environment, *words, **changes)
         assert line in job.communicate(timeout=20)[1]
