@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,24 @@ class Pair:
         """Send all weights in three buckets, except those whose name ends in `skip`."""
         weights = [(name, w) for name, w in self.trainer.weights() if not (skip and name.endswith(skip))]
         return self.run(sync(self.engine, weights, version or self.engine.version + 1, vision_changed=vision_changed))
+
+
+@contextmanager
+def two_workers(model: Path, **vllm: int) -> Iterator[Pair]:
+    """An engine of two workers, whose log-probs equal the trainer's after each of two syncs, and its trainer."""
+    with asyncio.Runner() as runner:
+        pair = Pair(rollout_engine(model, kind=PlantableEngine, **vllm), Trainer(model), runner)
+        pair.run(pair.engine.start())
+        try:
+            for _ in range(2):
+                pair.trainer.change("everything")
+                pair.sync()
+                assert pair.difference() < EXACT
+            reports = pair.run(pair.engine.readback())
+            assert [(report["wrong"], report["unread"]) for report in reports] == [([], [])] * 2
+            yield pair
+        finally:
+            pair.run(pair.engine.shutdown())
 
 
 async def sync(engine: RolloutEngine, weights: Any, version: int, *, vision_changed: bool = True) -> str:

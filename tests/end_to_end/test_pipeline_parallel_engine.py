@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
-from engine_pair import EXACT, Pair, PlantableEngine, Trainer, rollout_engine
+from engine_pair import EXACT, two_workers
 
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
@@ -15,52 +14,28 @@ from vlmrl.models import tiny
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.prove)])
 def test_an_engine_of_two_stages_equals_the_trainer(tmp_path: Path, tied: bool) -> None:
     model = tiny.build("qwen2_5_vl", tmp_path / "model", tied=tied, size="micro")
-    with asyncio.Runner() as runner:
-        engine = rollout_engine(model, kind=PlantableEngine, pipeline_parallel_size=2)
-        pair = Pair(engine, Trainer(model), runner)
-        pair.run(engine.start())
-        try:
-            for _ in range(2):
-                pair.trainer.change("everything")
-                pair.sync()
-                assert pair.difference() < EXACT
-            groups = pair.generate(pair.trainer.prompts())
-            for group in groups:
-                for segment, scores in zip(group.segments, pair.run(engine.score(group)), strict=True):
-                    plain = pair.trainer.plain_logprobs(segment)
-                    assert abs(scores - plain).max() < EXACT
-            reports = pair.run(engine.readback())
-            assert [(report["wrong"], report["unread"]) for report in reports] == [([], [])] * 2
-            assert sum(report["layers"] for report in reports) > max(report["layers"] for report in reports)
-            pair.trainer.change("everything")
-            pair.plant("Scales")
-            with pytest.raises(
-                SyncError, match=r"layers of worker 1, \S+layers\.1\.mlp\.down_proj\.weight is scaled by 1\.01"
-            ):
-                pair.sync()
-            pair.plant("Sound")
-            with pytest.raises(SyncError, match=r"no weights arrived for \S+layers\.1\.mlp\.down_proj"):
-                pair.sync(skip="layers.1.mlp.down_proj.weight")
+    with two_workers(model, pipeline_parallel_size=2) as pair:
+        for group in pair.generate(pair.trainer.prompts()):
+            for segment, scores in zip(group.segments, pair.run(pair.engine.score(group)), strict=True):
+                assert abs(scores - pair.trainer.plain_logprobs(segment)).max() < EXACT
+        reports = pair.run(pair.engine.readback())
+        assert sum(report["layers"] for report in reports) > max(report["layers"] for report in reports)
+        pair.trainer.change("everything")
+        pair.plant("Scales")
+        with pytest.raises(
+            SyncError, match=r"layers of worker 1, \S+layers\.1\.mlp\.down_proj\.weight is scaled by 1\.01"
+        ):
             pair.sync()
-            assert pair.difference() < EXACT
-        finally:
-            pair.run(engine.shutdown())
+        pair.plant("Sound")
+        with pytest.raises(SyncError, match=r"no weights arrived for \S+layers\.1\.mlp\.down_proj"):
+            pair.sync(skip="layers.1.mlp.down_proj.weight")
+        pair.sync()
+        assert pair.difference() < EXACT
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("division", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
 def test_experts_over_two_workers_equal_the_trainers(tmp_path: Path, family: tiny.Family, division: str) -> None:
-    model = tiny.build(family, tmp_path / "model", size="micro")
-    with asyncio.Runner() as runner:
-        pair = Pair(rollout_engine(model, **{division: 2}), Trainer(model), runner)
-        pair.run(pair.engine.start())
-        try:
-            for _ in range(2):
-                pair.trainer.change("everything")
-                pair.sync()
-                assert pair.difference() < EXACT
-            reports = pair.run(pair.engine.readback())
-            assert [(report["wrong"], report["unread"]) for report in reports] == [([], [])] * 2
-        finally:
-            pair.run(pair.engine.shutdown())
+    with two_workers(tiny.build(family, tmp_path / "model", size="micro"), **{division: 2}):
+        pass
