@@ -158,10 +158,10 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     if ray.is_initialized():
         yield _running_session(joins=joins)
         return
+    temporary = ExitStack()
     if joins:
         _require_head(os.environ["RAY_ADDRESS"])
-    temporary = ExitStack()
-    if not joins:
+    else:
         temporary.enter_context(_workers_of_equal_priority())
     folder = temporary.enter_context(scratch.scratch())
     temporary.enter_context(fork_server.fork_server(folder))

@@ -30,12 +30,7 @@ from vlmrl.plan.known import model_folder
 from vlmrl.plan.measured import measured_run
 from vlmrl.plan.picture import draw
 from vlmrl.plan.placements import Cluster, Found, Settings
-from vlmrl.plan.planner import (
-    costs_of,
-    image_sizes,
-    nested,
-    workload_of,
-)
+from vlmrl.plan.planner import costs_of, image_sizes, nested, workload_of
 from vlmrl.plan.rates import CPU, Rates, gpu_of, rates_of
 from vlmrl.plan.shapes import hub_id
 from vlmrl.system.plain_text import print_line

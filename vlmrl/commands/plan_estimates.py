@@ -116,7 +116,7 @@ class Planner:
     def yaml_settings(self, settings: Settings) -> dict[str, Any]:
         """Return the given and the chosen settings, by full names; those that the run does not read are left out."""
         config = self.configured(settings)
-        names = [name for name in RlConfig.settings() if _is_set(config, name)]
+        names = [name for name in RlConfig.settings() if is_given(config, name)]
         unread = config.unread()
         return {name: setting_value(config, name) for name in names if name not in unread}
 
@@ -140,11 +140,3 @@ def cache_bytes(plan: MemoryPlan) -> float:
     """Return the KV cache on each GPU of an engine."""
     engine = next(role for role, _ in plan.roles if role.name == "vllm")
     return sum(part.num_bytes for part in engine.parts if part.name == "KV cache")
-
-
-def _is_set(config: RlConfig, name: str) -> bool:
-    *sections, last = name.split(".")
-    section: Any = config
-    for part in sections:
-        section = getattr(section, part)
-    return last in section.model_fields_set
