@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from processes import engine_processes
 from transformers.core_model_loading import revert_weight_conversion
 
 from vlmrl import plugins
@@ -233,23 +234,3 @@ class Engines:
             pair.run(pair.engine.shutdown())
             pair.runner.close()
             assert not engine_processes(psutil.Process()), "an engine that was shut down left a process"
-
-
-def command_line(process: psutil.Process) -> str:
-    """Return the command line; empty when the process has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
-def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
-    """Return the engine processes below `parent`, forks included, and without Ray's, which other tests may use."""
-    engines = [
-        process
-        for child in parent.children()
-        if any(word in command_line(child) for word in ("multiprocessing.spawn", "VLLM"))
-        for process in (child, *child.children(recursive=True))
-    ]
-    forks = (process for process in parent.children(recursive=True) if "VLLM" in command_line(process))
-    return [*engines, *(process for process in forks if process not in engines)]

@@ -14,7 +14,7 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
-import psutil
+from processes import engine_core
 
 from vlmrl.cli import main
 from vlmrl.cluster.build import RoleBuilder
@@ -34,12 +34,8 @@ def kill_at(points: list[tuple[int, str, str, float]]) -> None:
     def kill(who: str) -> None:
         if who == "driver":
             os.kill(os.getpid(), signal.SIGKILL)
-        process = psutil.Process(groups["vllm" if who == "core" else who].pids[-1])
-        if who == "core":
-            process = next(
-                child for child in process.children() if "multiprocessing.spawn" in " ".join(child.cmdline())
-            )
-        process.send_signal(signal.SIGKILL)
+        worker = groups["vllm" if who == "core" else who].pids[-1]
+        os.kill(engine_core(worker).pid if who == "core" else worker, signal.SIGKILL)
 
     class Report(RunReport):
         unfinished = 0

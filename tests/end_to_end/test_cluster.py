@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from processes import command, command_line
 from ray._private.utils import get_dashboard_dependency_error
 
 from vlmrl.cluster.data import SourceSettings, created_bytes, put
@@ -58,10 +59,10 @@ def test_a_bug_in_an_actor_keeps_its_traceback() -> None:
 
 def test_a_runs_own_ray_has_no_dashboard_whose_agent_would_serve_ports() -> None:
     processes = psutil.Process().children(recursive=True)
-    (raylet,) = [process for process in processes if process.name() == "raylet"]
-    (agent,) = [word for word in raylet.cmdline() if word.startswith("--dashboard_agent_command=")]
+    (raylet,) = [words for process in processes if (words := command(process)) and words[0].endswith("/raylet")]
+    (agent,) = [word for word in raylet if word.startswith("--dashboard_agent_command=")]
     assert "--minimal" in agent.split()
-    agents = [process for process in processes if "DashboardAgent" in " ".join(process.cmdline())]
+    agents = [process for process in processes if "DashboardAgent" in command_line(process)]
     open_ports = [port for process in agents for port in process.net_connections() if port.status == "LISTEN"]
     assert not open_ports
     assert get_dashboard_dependency_error is ray._private.utils.get_dashboard_dependency_error, "as it was"

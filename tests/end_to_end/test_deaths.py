@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from processes import engine_core
 from recipes import recipe
 
 from vlmrl.cluster.build import RoleBuilder
@@ -148,12 +148,8 @@ def test_the_death_of_any_role_is_one_line(
     who: str, tmp_path: Path, tiny_model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kill(groups: dict[str, WorkerGroup[Any]]) -> None:
-        process = psutil.Process(groups["vllm" if who == "engine core" else who].pids[-1])
-        if who == "engine core":
-            process = next(
-                child for child in process.children() if "multiprocessing.spawn" in " ".join(child.cmdline())
-            )
-        process.send_signal(signal.SIGKILL)
+        worker = groups["vllm" if who == "engine core" else who].pids[-1]
+        os.kill(engine_core(worker).pid if who == "engine core" else worker, signal.SIGKILL)
 
     begins, flags = DEATHS[who]
     model = tiny_model("qwen2_5_vl", size="micro")

@@ -23,11 +23,10 @@ from engine_pair import (
     Pair,
     PlantableEngine,
     Trainer,
-    command_line,
-    engine_processes,
     rollout_engine,
     sync,
 )
+from processes import command_line, engine_processes
 
 from vlmrl import plugins
 from vlmrl.config.vllm import Vllm

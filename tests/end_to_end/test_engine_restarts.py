@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -10,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from processes import engine_core
 from recipes import recipe, steps_of
 from test_deaths import COUNTING
 
@@ -47,12 +48,10 @@ class Killer:
             for steps, engine, part in victims:
                 while not (out / "metrics.jsonl").exists() or len(steps_of(out)) < steps:
                     time.sleep(0.02)
-                process = psutil.Process(builders[0].groups["vllm"].pids[engine])
-                if part == "core":
-                    children = process.children()
-                    process = next(c for c in children if "multiprocessing.spawn" in " ".join(c.cmdline()))
-                process.send_signal(signal.SIGKILL)
-                self.killed.append(process.pid)
+                worker = builders[0].groups["vllm"].pids[engine]
+                killed = engine_core(worker).pid if part == "core" else worker
+                os.kill(killed, signal.SIGKILL)
+                self.killed.append(killed)
 
         monkeypatch.setattr(run, "RoleBuilder", Seen)
         self.thread = threading.Thread(target=watch, daemon=True)

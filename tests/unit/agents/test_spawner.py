@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from agents.user_environments import environments, play, text_of
+from processes import command_line, runs
 
 from vlmrl.agents.environments import EnvironmentLost
 from vlmrl.agents.messages import Orders
@@ -90,7 +91,7 @@ async def test_closing_ends_calls_and_a_lost_server_is_replaced(user_file: Path)
         await environment.reset(None, 7)
         call = asyncio.create_task(environment.step("sleep"))
         await asyncio.sleep(0.1)
-        (server,) = (child for child in psutil.Process().children() if "serve(" in " ".join(child.cmdline()))
+        (server,) = (child for child in psutil.Process().children() if "serve(" in command_line(child))
         assert server.num_threads() == 1, "else a fork of it might hang"
         server.kill()
         with pytest.raises(EnvironmentLost):
@@ -204,17 +205,9 @@ def test_a_killed_run_leaves_no_process(user_file: Path, tmp_path: Path) -> None
         assert len(pids) == 5, "the server, two environments, and a child of each"
         run.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while any(map(_runs, pids)) and time.monotonic() < deadline:
+    while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [pid for pid in pids if _runs(pid)]
-
-
-def _runs(pid: int) -> bool:
-    # A zombie counts as ended: in a container, process 1 may never collect it.
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert not [pid for pid in pids if runs(pid)]
 
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})])

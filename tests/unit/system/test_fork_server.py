@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from processes import command
 
 from vlmrl.system import fork_client
 from vlmrl.system import fork_server as module
@@ -39,11 +39,7 @@ def run(python: str, *arguments: str, **options: Any) -> subprocess.CompletedPro
 
 
 def servers() -> list[psutil.Process]:
-    processes = []
-    for child in psutil.Process().children():
-        with suppress(psutil.ZombieProcess):
-            processes += [child] if "vlmrl.system.fork_server" in child.cmdline() else []
-    return processes
+    return [child for child in psutil.Process().children() if "vlmrl.system.fork_server" in command(child)]
 
 
 def children_of_server() -> list[psutil.Process]:

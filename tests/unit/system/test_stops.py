@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import pytest
+from processes import runs
 from scripted_loop import (
     CountingPrompts,
     LabelRewarder,
@@ -222,14 +222,6 @@ def start(grace_s: float) -> tuple[subprocess.Popen[str], int]:
     return process, int(process.stdout.readline())
 
 
-def is_there(pid: int) -> bool:
-    """Whether a process runs: one that is dead and that nobody has buried does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_second_signal_kills_the_run_but_an_echo_does_not() -> None:
     process, child = start(60)
     process.send_signal(signal.SIGTERM)
@@ -240,7 +232,7 @@ def test_a_second_signal_kills_the_run_but_an_echo_does_not() -> None:
     _, stderr = process.communicate(timeout=10)
     assert process.returncode == 143
     assert stderr == "vlmrl: ended immediately: SIGTERM came after SIGTERM\n"
-    assert not is_there(child)
+    assert not runs(child)
 
 
 def test_a_stop_that_exceeds_the_grace_period_is_killed() -> None:
@@ -249,7 +241,7 @@ def test_a_stop_that_exceeds_the_grace_period_is_killed() -> None:
     _, stderr = process.communicate(timeout=10)
     assert process.returncode == 143
     assert stderr == "vlmrl: ended immediately: stopping took longer than train.stop_grace_s 0.5\n"
-    assert not is_there(child)
+    assert not runs(child)
 
 
 def test_processes_with_blocked_signals_survive() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import command
 
 from vlmrl.commands.self_test import layers, ranks, training
 from vlmrl.commands.self_test.outcome import Broken
@@ -33,7 +34,7 @@ def test_ranks_that_hang_are_reported_and_killed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(ranks, "_TIMEOUT_S", 0.2)
     with pytest.raises(Broken, match=r"rank 0 of 2 has not finished after 0\.4 s"):
         ranks.check(tmp_path)
-    assert not [one for one in psutil.Process().children() if "vlmrl.commands.self_test.ranks" in one.cmdline()]
+    assert not [one for one in psutil.Process().children() if "vlmrl.commands.self_test.ranks" in command(one)]
 
 
 def test_four_bit_layers_compute_with_their_dequantized_weights(monkeypatch: pytest.MonkeyPatch) -> None:
