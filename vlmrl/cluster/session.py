@@ -6,8 +6,7 @@ import gc
 import logging
 import os
 import signal
-import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import psutil
 
 from vlmrl import startup
 from vlmrl.cluster.devices import gpu_names, visible_gpus
+from vlmrl.cluster.head import wait_for_head
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.worker_deaths import Roster
 from vlmrl.errors import ClusterError
@@ -25,8 +25,6 @@ from vlmrl.system import fork_server, machine, scratch, stops
 from vlmrl.system.stops import Stopped
 
 _REMOVE_S = 10.0
-_HEAD_S = 10.0
-"""Wait for the head of a cluster to answer."""
 _NICENESS = "RAY_worker_niceness"
 """Variable that each of Ray's workers reads when it starts. By default it adds 15 to its niceness."""
 
@@ -122,22 +120,10 @@ def joins_cluster() -> bool:
     return address not in startup.LOCAL_ADDRESSES
 
 
-def _require_head(address: str) -> None:
-    """Raise ClusterError when nobody answers at the address: Ray would try for minutes without a word."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal():
-        return  # `auto`, or a name that Ray explains
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_HEAD_S).close()
-    except OSError as error:
-        raise ClusterError(
-            f"RAY_ADDRESS {address}: no Ray answers there ({error.strerror or error}): start it with ray start --head, "
-            "or unset RAY_ADDRESS to run on this machine alone"
-        ) from None
-
-
 @contextmanager
-def session(*, num_cpus: int | None = None) -> Iterator[Session]:
+def session(
+    *, num_cpus: int | None = None, head_limit_s: float = 0.0, say: Callable[[str], None] = print
+) -> Iterator[Session]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine; at the end leave or stop it.
 
     A session that is already running in this process is used and not stopped. A cluster of our own admits only holders
@@ -145,9 +131,11 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
 
     Args:
         num_cpus: number of cores to assume; for tests.
+        head_limit_s: maximum wait in seconds for the head of the cluster to join.
+        say: prints a line when the head is waited for.
 
     Raises:
-        ClusterError: there is no shared memory, or Ray does not start.
+        ClusterError: there is no shared memory, no head answers, or Ray does not start.
     """
     joins = joins_cluster()
     if not joins:
@@ -160,7 +148,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
         return
     temporary = ExitStack()
     if joins:
-        _require_head(os.environ["RAY_ADDRESS"])
+        wait_for_head(os.environ["RAY_ADDRESS"], limit_s=head_limit_s, say=say)
     else:
         temporary.enter_context(_workers_of_equal_priority())
     folder = temporary.enter_context(scratch.scratch())

@@ -207,7 +207,7 @@ def run_session(
         outer.push(lambda kind, error, traceback: report.finish(error))
         outer.enter_context(naming_checkpoint(folder.checkpoints))
         machines = wait_for_machines(
-            outer.enter_context(session()),
+            outer.enter_context(session(head_limit_s=config.train.wait_nodes_s, say=report.say)),
             lambda joined: plan(**plan_arguments(config, joined)),
             num_nodes=num_nodes_required(config),
             limit_s=config.train.wait_nodes_s,

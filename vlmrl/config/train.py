@@ -34,7 +34,7 @@ class Loop(Section):
     """Seconds after which a role that does not reply is an error."""
     wait_nodes_s: int = Field(default=0, ge=0)
     """Seconds to wait for machines that have not joined the cluster of RAY_ADDRESS yet, if the run does not fit on
-    those that have. By default that is an error at once."""
+    those that have, and before that as long for the head to answer. By default either is an error at once."""
     stop_grace_s: PositiveInt = 60
     """Time limit from a signal that stops the run (SIGTERM, SIGHUP, Ctrl-C) to its end: finishing the update, saving a
     checkpoint, ending all processes. Remaining processes are then killed."""

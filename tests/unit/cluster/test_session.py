@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import vlmrl.cluster.session as session_module
+from vlmrl.cluster.head import wait_for_head
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Node, Session, session, worker_environment
 from vlmrl.errors import ClusterError
@@ -46,6 +48,20 @@ def test_a_head_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.Mon
     message = rf"^RAY_ADDRESS {address}: no Ray answers there \(Connection refused\)"
     with pytest.raises(ClusterError, match=message), session():
         pytest.fail("the session has started")
+
+
+def test_a_head_that_comes_late_is_waited_for() -> None:
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        lines: list[str] = []
+        begins = threading.Timer(0.2, head.listen)
+        begins.start()
+        wait_for_head(address, limit_s=60, say=lines.append, interval_s=0.02)
+        begins.join()
+    assert lines == [f"waiting up to 60 s for the head of the cluster at {address}: Connection refused"]
+    with pytest.raises(ClusterError, match=r"no Ray answers there after 0\.05 s \(train\.wait_nodes_s\)"):
+        wait_for_head(address, limit_s=0.05, say=lines.append, interval_s=0.02)
 
 
 @pytest.mark.parametrize(("address", "has_token"), [(None, True), ("", True), ("local", True), ("auto", False)])
