@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, MachineError
 
 _ANSWER_S = 10.0
 _INTERVAL_S = 2.0
@@ -23,7 +23,8 @@ def wait_for_head(
         say: prints a line, once.
 
     Raises:
-        ClusterError: nobody answers at the end of the wait.
+        ClusterError: nobody answers.
+        MachineError: nobody has answered at the end of the wait.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():
@@ -32,10 +33,12 @@ def wait_for_head(
     while (reason := _why_silent(host.strip("[]"), int(port))) is not None:
         left = end - time.monotonic()
         if left <= 0:
-            waited = f" after {limit_s:g} s (train.wait_nodes_s)" if limit_s else ""
-            raise ClusterError(
-                f"RAY_ADDRESS {address}: no Ray answers there{waited} ({reason}): start it with ray start --head, "
-                "or unset RAY_ADDRESS to run on this machine alone"
+            remedy = "start it with ray start --head, or unset RAY_ADDRESS to run on this machine alone"
+            if not limit_s:
+                raise ClusterError(f"RAY_ADDRESS {address}: no Ray answers there ({reason}): {remedy}")
+            raise MachineError(
+                f"RAY_ADDRESS {address}: no Ray has answered there within train.wait_nodes_s {limit_s:g} ({reason}): "
+                f"{remedy}"
             )
         if not told:
             say(f"waiting up to {left:.0f} s for the head of the cluster at {address}: {reason}")

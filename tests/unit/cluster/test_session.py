@@ -17,7 +17,7 @@ import vlmrl.cluster.session as session_module
 from vlmrl.cluster.head import wait_for_head
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Node, Session, session, worker_environment
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, MachineError
 from vlmrl.system import fork_server, machine, stops
 from vlmrl.system.machine import Finding
 from vlmrl.system.stops import Stopped
@@ -60,7 +60,7 @@ def test_a_head_that_comes_late_is_waited_for() -> None:
         wait_for_head(address, limit_s=60, say=lines.append, interval_s=0.02)
         begins.join()
     assert lines == [f"waiting up to 60 s for the head of the cluster at {address}: Connection refused"]
-    with pytest.raises(ClusterError, match=r"no Ray answers there after 0\.05 s \(train\.wait_nodes_s\)"):
+    with pytest.raises(MachineError, match=r"no Ray has answered there within train\.wait_nodes_s 0\.05"):
         wait_for_head(address, limit_s=0.05, say=lines.append, interval_s=0.02)
 
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def test_the_folder_is_checked_again_once_it_is_locked(tmp_path: Path, monkeypat
         yield
 
     monkeypatch.setattr(run_module, "run_lock", waited_for)
-    monkeypatch.setattr(run_module, "session", lambda: pytest.fail("it has begun"))
+    monkeypatch.setattr(run_module, "session", lambda **options: pytest.fail("it has begun"))
     with pytest.raises(ConfigError, match="holds another run"), run_module.run_session(config(), folder, []):
         pytest.fail("it has begun")
 
@@ -229,12 +230,14 @@ class Table:
         return [("language", 1, 1)]
 
 
-def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def machines() -> Any:
-        yield Session((Node(id="", num_cpus=8, num_gpus=0),))
+@contextmanager
+def eight_cores(**options: object) -> Iterator[Session]:
+    """A session on one machine, without Ray."""
+    yield Session((Node(id="", num_cpus=8, num_gpus=0),))
 
-    monkeypatch.setattr(run_module, "session", machines)
+
+def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "session", eight_cores)
     folder = RunFolder(tmp_path)
     folder.checkpoint(4).mkdir(parents=True)
     folder.config.write_text("# Written by vlmrl: theirs\n")
@@ -251,10 +254,6 @@ def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkey
 def test_a_card_is_written_with_its_weights_and_stays_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: DataError | None
 ) -> None:
-    @contextmanager
-    def machines() -> Any:
-        yield Session((Node(id="", num_cpus=8, num_gpus=0),))
-
     def run(step: int, *written: Path, **settings: Any) -> str:
         expected: AbstractContextManager[Any] = pytest.raises(DataError) if error is not None else nullcontext()
         with expected, run_module.run_session(config(**settings), folder, []):
@@ -266,7 +265,7 @@ def test_a_card_is_written_with_its_weights_and_stays_with_them(
                 raise error
         return (folder.model / "README.md").read_text()
 
-    monkeypatch.setattr(run_module, "session", machines)
+    monkeypatch.setattr(run_module, "session", eight_cores)
     folder = RunFolder(tmp_path)
     assert "after 60 steps" in run(60, folder.model)
     folder.checkpoint(60).mkdir(parents=True)
@@ -279,11 +278,7 @@ def test_a_card_is_written_with_its_weights_and_stays_with_them(
 def test_roles_of_an_asynchronous_run_on_cpu_get_half_of_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: int, num_cpus: int
 ) -> None:
-    @contextmanager
-    def machines() -> Any:
-        yield Session((Node(id="", num_cpus=8, num_gpus=0),))
-
-    monkeypatch.setattr(run_module, "session", machines)
+    monkeypatch.setattr(run_module, "session", eight_cores)
     train = {"batch_size": 4, "async_enable": True, "async_queue_size": queue}
     settings = config(train=train, algo={"advantage": {"is_correction_enable": True}})
     with run_module.run_session(settings, RunFolder(tmp_path), []) as (builder, _):
@@ -297,7 +292,7 @@ def test_the_last_plot_is_drawn_while_roles_and_ray_stop(
     have_stopped, is_drawn = threading.Event(), threading.Event()
 
     @contextmanager
-    def machines() -> Any:
+    def machines(**options: object) -> Iterator[Session]:
         try:
             yield Session((Node(id="", num_cpus=8, num_gpus=0),))
         finally:
